@@ -1,0 +1,37 @@
+# `make train` and `make test` need Python 3.11 or newer and nothing else: they make their own virtual environment.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test test-slow check bench clean
+
+train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
+	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
+
+test: $(VENV)/.installed-dev ## the tests
+	$(BIN)/python -m pytest -q
+
+test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
+	$(BIN)/python -m pytest -q -m "slow or not slow"
+
+check: $(VENV)/.installed-dev ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed ## the training step on this machine
+	$(BIN)/podscale bench step
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "podscale needs Python 3.11 or newer, not " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,255 @@
+"""The command line: verbs to functions, nothing else. JAX is imported only once a verb needs it.
+
+Every field of a recipe is an option, `--section.field VALUE`, and so are the choices about pod and plan.
+A mistake of the user's gets one sentence and exit code 2.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from podscale import recipe as recipes
+from podscale.errors import UserError, nearest
+from podscale.fields import changed
+from podscale.options import Options, PodOptions
+from podscale.recipe import SECTIONS, Recipe
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one verb; returns the exit code."""
+    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        result = arguments.verb(arguments)
+    except UserError as error:
+        print(f"podscale: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("podscale: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader went away: `podscale recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+# --- verbs -------------------------------------------------------------------------------------------------------
+
+
+def _train(arguments: argparse.Namespace) -> Any:
+    recipe = _recipe(arguments)
+    from podscale import train  # noqa: PLC0415
+
+    until = train.Until.parse(arguments.until) if arguments.until else None
+    console = _console(arguments)
+    summary = train.train(
+        recipe, pod=_pod(arguments), options=_plan_options(arguments), folder=arguments.run, until=until, console=console
+    )
+    from podscale import report  # noqa: PLC0415
+
+    report.show(summary, console)
+    return summary
+
+
+def _eval(arguments: argparse.Namespace) -> Any:
+    from podscale import inference  # noqa: PLC0415
+
+    run = inference.open_run(arguments.run)
+    run = dataclasses.replace(run, recipe=recipes.override(run.recipe, _given(arguments, SECTIONS)))
+    found = inference.evaluate(run, _pod(arguments), _plan_options(arguments), arguments.checkpoint)
+    _console(arguments).print(
+        f"{found['accuracy']:.2%} of {found['examples']:,} right (top 5: {found['accuracy_top5']:.2%}), "
+        f"loss {found['loss']:.4f}, checkpoint {found['checkpoint']}",
+        highlight=False,
+    )
+    return found
+
+
+def _predict(arguments: argparse.Namespace) -> Any:
+    from podscale import inference  # noqa: PLC0415
+
+    run = inference.open_run(arguments.run)
+    console = _console(arguments)
+    found = inference.predict(run, arguments.images, arguments.checkpoint)
+    for picture in found:
+        console.print(f"[bold]{picture['image']}[/bold]", highlight=False)
+        for guess in picture["top"]:
+            console.print(f"  {guess['probability']:6.1%}  {guess['class']}", highlight=False)
+    return {"run": str(run.folder), "images": found}
+
+
+def _plan(arguments: argparse.Namespace) -> Any:
+    recipe = _recipe(arguments)
+    from podscale import memory, pod, telemetry  # noqa: PLC0415
+
+    where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
+    plan = memory.planned(recipe, where, _plan_options(arguments))
+    _console(arguments).print(telemetry.table("plan", plan.rows()))
+    return plan.to_dict() | {"recipe": recipe.name}
+
+
+def _recipes(arguments: argparse.Namespace) -> Any:
+    found = recipes.presets()
+    console = _console(arguments)
+    for name, doc in found.items():
+        console.print(f"[bold]{name}[/bold]", highlight=False)
+        for line in doc.splitlines():
+            console.print(f"  {line}", highlight=False, markup=False)
+    return found
+
+
+def _bench_step(arguments: argparse.Namespace) -> Any:
+    recipe = _recipe(arguments)
+    from podscale import bench  # noqa: PLC0415
+
+    found = bench.step(recipe, _pod(arguments), _plan_options(arguments), arguments.images, arguments.repeats)
+    _console(arguments).print(
+        f"{recipe.model.name}, {recipe.data.image_size} px, {found['images_per_device']} images a device on "
+        f"{found['devices']}: {found['step_ms']:.2f} ms a step, {found['images_per_s']:,.0f} images/s "
+        f"(compiled in {found['compile_s']:.0f} s)",
+        highlight=False,
+    )
+    return found
+
+
+# --- from arguments to values ------------------------------------------------------------------------------------
+
+
+def _given(arguments: argparse.Namespace, sections: Any) -> dict[str, str]:
+    return {k: v for k, v in vars(arguments).items() if k.partition(".")[0] in sections and "." in k}
+
+
+def _recipe(arguments: argparse.Namespace) -> Recipe:
+    return recipes.override(recipes.load(arguments.recipe), _given(arguments, SECTIONS))
+
+
+def _section(arguments: argparse.Namespace, name: str) -> dict[str, str]:
+    return {k.partition(".")[2]: v for k, v in _given(arguments, (name,)).items()}
+
+
+def _plan_options(arguments: argparse.Namespace) -> Options:
+    return changed(Options(), "plan", _section(arguments, "plan"))
+
+
+def _pod(arguments: argparse.Namespace) -> Any:
+    from podscale import pod  # noqa: PLC0415
+
+    options = changed(PodOptions(), "pod", _section(arguments, "pod"))
+    pod.join(arguments.coordinator, arguments.processes, arguments.process)
+    return pod.find(options.shape, options.virtual)
+
+
+def _console(arguments: argparse.Namespace) -> Any:
+    from rich.console import Console  # noqa: PLC0415
+
+    # With --json, stdout carries the one JSON object and everything for people goes to stderr.
+    return Console(stderr=arguments.json, soft_wrap=True)
+
+
+# --- parsing -----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (podscale --help lists what there is)")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    arguments, unknown = _parser().parse_known_args(argv)
+    options = [word for word in unknown if word.startswith("--")]
+    if options:
+        name = options[0].partition("=")[0]
+        raise UserError(f"there is no option {name}: {nearest(name, _options())}")
+    if unknown:
+        raise UserError(f"what is {unknown[0]!r} for? podscale --help lists what there is")
+    return arguments
+
+
+def _options() -> list[str]:
+    own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
+    sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
+    return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="podscale",
+        description="Train image classifiers at supercomputer scale, and on one machine, with the same recipe.",
+        epilog="example: podscale train digits --pod.virtual 2x2",
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
+
+    train = _verb(verbs, "train", _train, "train a recipe, or resume it", "train cifar10 --data.path cifar10.npz")
+    _takes_recipe(train, "digits")
+    train.add_argument("--until", metavar="accuracy=X", default="", help="stop at the first evaluation that reaches it")
+    train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
+
+    evaluate = _verb(verbs, "eval", _eval, "evaluate a run's checkpoint, exactly", "eval --run runs/mine")
+    _takes_fields(evaluate, SECTIONS.items())
+    _takes_run(evaluate)
+
+    predict = _verb(verbs, "predict", _predict, "name what is on pictures", "predict cat.jpg --run runs/mine")
+    predict.add_argument("images", nargs="+", metavar="IMAGE", help="picture files")
+    _takes_run(predict)
+
+    plan = _verb(verbs, "plan", _plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32")
+    _takes_recipe(plan, "digits")
+    plan.add_argument("--pod", metavar="KIND:RxC", default="", help="a pod that need not be here, such as v3:32x32")
+
+    _verb(verbs, "recipes", _recipes, "list the recipes that come with podscale", "recipes")
+
+    bench = verbs.add_parser("bench", help="measure this machine", allow_abbrev=False)
+    kinds = bench.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
+    step = _verb(kinds, "step", _bench_step, "time the training step on made-up data", "bench step --images 256")
+    _takes_recipe(step, "resnet50-imagenet-4k")
+    step.add_argument("--images", type=int, default=0, metavar="N", help="images per device (default: batch.size)")
+    step.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
+    return parser
+
+
+def _verb(verbs: Any, name: str, function: Callable[[Any], Any], text: str, example: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=text, description=text.capitalize() + ".", epilog=f"example: podscale {example}", allow_abbrev=False
+    )
+    parser.set_defaults(verb=function)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
+    return parser
+
+
+def _takes_recipe(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"a recipe's name or TOML file (default: {default})"
+    parser.add_argument("recipe", nargs="?", default=default, metavar="RECIPE", help=text)
+    _takes_fields(parser, SECTIONS.items())
+    _takes_machine(parser)
+
+
+def _takes_machine(parser: argparse.ArgumentParser) -> None:
+    _takes_fields(parser, (("pod", PodOptions), ("plan", Options)))
+    group = parser.add_argument_group("processes", "Joined by themselves under Slurm, MPI and on TPU pods.")
+    group.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where process 0 listens")
+    group.add_argument("--processes", type=int, default=0, metavar="N", help="how many there are")
+    group.add_argument("--process", type=int, default=-1, metavar="I", help="which one this is")
+
+
+def _takes_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="DIR", help="the run's folder (default: the newest under runs/)")
+    parser.add_argument("--checkpoint", default="best", metavar="WHICH", help="best, newest, or a step (default: best)")
+    _takes_machine(parser)
+
+
+def _takes_fields(parser: argparse.ArgumentParser, sections: Any) -> None:
+    for name, kind in sections:
+        group = parser.add_argument_group(name, kind.__doc__)
+        for field in dataclasses.fields(kind):
+            text = f"{field.metadata['doc']} (default: as the recipe says)" if name in SECTIONS else field.metadata["doc"]
+            group.add_argument(
+                f"--{name}.{field.name}", default=argparse.SUPPRESS, metavar="X", help=text.replace("%", "%%")
+            )

@@ -1,0 +1,259 @@
+"""Gradient summation: rings laid over the pod's torus.
+
+Called inside `jax.shard_map(..., check_vma=False)` over the pod's mesh. Every strategy but `xla` is an all-reduce along
+one or more *paths*. A path is a tuple of rings: the data is reduce-scattered along each in turn, whereupon every chip
+owns one finished shard, and gathered back along the same rings in reverse:
+
+    ring     one path, of one ring through all chips: 2(N-1) hops
+    torus    one path, row then column: 2(R-1) + 2(C-1) hops (Ying et al. 2018, arXiv 1811.06992)
+    torus4   four paths, a quarter of the data each: row or column first, either way round, so that all four links
+             of a chip carry data at once
+    xla      one `psum`; the compiler chooses. On TPU it already is the two-dimensional algorithm
+
+The owner of a finished shard rounds it to the payload before it travels, and keeps what it sent: all replicas end
+with the same bits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from podscale.errors import UserError, nearest
+from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
+
+TORUS = COLUMN + ROW  # in this order the index along all of them is row * columns + column
+UNROLL = 16  # hops; longer rings become a loop, or compiling takes longer than training
+BUCKET_BYTES = 32 * 2**20
+PAYLOADS = ("float32", "bfloat16")
+
+# --- rings -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A closed walk over the devices along some mesh axes; `order[i]` is the index of the i-th device on it."""
+
+    axes: tuple[str, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def along(cls, axes: tuple[str, ...]) -> "Ring":
+        """The devices along `axes` as they come."""
+        return cls(axes, tuple(range(lax.axis_size(axes))))
+
+    @property
+    def size(self) -> int:
+        return len(self.order)
+
+    @property
+    def reverse(self) -> "Ring":
+        """The same ring, the other way round."""
+        return Ring(self.axes, self.order[::-1])
+
+    def place(self) -> jax.Array:
+        """Where on the ring this device is."""
+        places = sorted(range(self.size), key=self.order.__getitem__)
+        return jnp.asarray(places, jnp.int32)[lax.axis_index(self.axes)]
+
+    def hop(self, x: jax.Array, wire: Any) -> jax.Array:
+        """What the device before this one on the ring holds as `x`; it travels as `wire`."""
+        links = zip(self.order, self.order[1:] + self.order[:1], strict=True)
+        return lax.ppermute(x.astype(wire), self.axes, list(links)).astype(x.dtype)
+
+
+def hamiltonian(rows: int, cols: int) -> list[tuple[int, int]]:
+    """All chips of a torus as (row, column), each one link from the last and the last one link from the first.
+
+    Every row is walked as a whole ring, so a row walked rightwards ends one column left of where it began, and the next
+    begins there. With k rows rightwards and the others leftwards the walk ends rows - 2k columns from where it began,
+    which must be 0 modulo `cols`. Such a k exists if there is an even number of rows (half of them), or if both numbers
+    are odd and rows >= cols (k = (rows - cols) / 2); in all other cases it exists for the transpose.
+
+    >>> hamiltonian(2, 3)
+    [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0)]
+    """
+    rightwards = next((k for k in range(rows, -1, -1) if (rows - 2 * k) % cols == 0), None)
+    if rightwards is None:
+        return [(row, col) for col, row in hamiltonian(cols, rows)]
+    walk, start = [], 0
+    for row in range(rows):
+        step = 1 if row < rightwards else -1
+        walk += [(row, (start + step * i) % cols) for i in range(cols)]
+        start -= step
+    return walk
+
+
+def reduce_scatter(rings: Sequence[Ring], xs: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
+    """Each x summed over its ring; the device at place p keeps the p-th of `ring.size` even shards.
+
+    Shard p sets out one place after p, and every device it passes adds its own part: sent as `wire`, added as it is.
+    """
+    places = [ring.place() for ring in rings]
+    shards = [x.reshape(ring.size, -1) for ring, x in zip(rings, xs, strict=True)]
+
+    def own(lane: int, behind: Any) -> jax.Array:
+        return lax.dynamic_index_in_dim(shards[lane], (places[lane] - behind) % rings[lane].size, keepdims=False)
+
+    def step(lane: int, i: Any, partial_sum: jax.Array) -> jax.Array:
+        return rings[lane].hop(partial_sum, wire) + own(lane, i + 2)
+
+    return _in_step(rings, step, [own(lane, 1) for lane in range(len(rings))])
+
+
+def all_gather(rings: Sequence[Ring], shards: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
+    """The shards of all devices of each ring, in the order of their places."""
+    places = [ring.place() for ring in rings]
+
+    def put(lane: int, whole: jax.Array, shard: jax.Array, behind: Any) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(whole, shard, (places[lane] - behind) % rings[lane].size, 0)
+
+    def step(lane: int, i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        shard = rings[lane].hop(carry[1], wire)
+        return put(lane, carry[0], shard, i + 1), shard
+
+    empty = [jnp.zeros((ring.size, shard.size), shard.dtype) for ring, shard in zip(rings, shards, strict=True)]
+    start = [(put(lane, empty[lane], shard, 0), shard) for lane, shard in enumerate(shards)]
+    return [whole.reshape(-1) for whole, _ in _in_step(rings, step, start)]
+
+
+def _in_step(rings: Sequence[Ring], step: Callable[[int, Any, Any], Any], carries: list[Any]) -> list[Any]:
+    """Take every lane once round its ring, all lanes hop by hop together.
+
+    Loops of a program run one after the other: lanes that are to use their links at the same time must share one.
+    """
+
+    def advance(lanes: Sequence[int], i: Any, carries: list[Any]) -> list[Any]:
+        return [step(lane, i, carry) if lane in lanes else carry for lane, carry in enumerate(carries)]
+
+    first = 0
+    for last in sorted({ring.size - 1 for ring in rings}):
+        lanes = [lane for lane, ring in enumerate(rings) if ring.size - 1 >= last]
+        if last - first > UNROLL:
+            carries = lax.fori_loop(first, last, partial(advance, lanes), carries)
+        else:
+            for i in range(first, last):
+                carries = advance(lanes, i, carries)
+        first = last
+    return carries
+
+
+# --- strategies: the sum of a flat array over all devices -----------------------------------------------------------
+
+
+def _xla(x: jax.Array, wire: Any) -> jax.Array:
+    return lax.psum(x.astype(wire), ALL_AXES).astype(x.dtype)
+
+
+def _ring(x: jax.Array, wire: Any) -> jax.Array:
+    rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
+    order = tuple(row * cols + col for row, col in hamiltonian(rows, cols))
+    return _along([(Ring(TORUS, order),)], x, wire)
+
+
+def _torus(x: jax.Array, wire: Any) -> jax.Array:
+    return _along([(Ring.along(ROW), Ring.along(COLUMN))], x, wire)
+
+
+def _torus4(x: jax.Array, wire: Any) -> jax.Array:
+    row, column = Ring.along(ROW), Ring.along(COLUMN)
+    paths = [(row, column), (row.reverse, column.reverse), (column, row), (column.reverse, row.reverse)]
+    return _along(paths, x, wire)
+
+
+STRATEGIES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
+    "xla": _xla,
+    "ring": _ring,
+    "torus": _torus,
+    "torus4": _torus4,
+}
+
+
+def _along(paths: Sequence[tuple[Ring, ...]], x: jax.Array, wire: Any) -> jax.Array:
+    """All-reduce, an even part of `x` along each path; the cores of a chip are summed first, on the chip."""
+    x = lax.psum(x, CORE)
+    chips = lax.axis_size(TORUS)
+    if chips == 1:
+        return x
+    parts = list(jnp.split(jnp.pad(x, (0, _padding(x.size, len(paths) * chips))), len(paths)))
+    stages = list(zip(*paths, strict=True))
+    for rings in stages:
+        parts = reduce_scatter(rings, parts, wire)
+    parts = [_rounded(part, wire) for part in parts]
+    for rings in reversed(stages):
+        parts = all_gather(rings, parts, wire)
+    return jnp.concatenate(parts)[: x.size]
+
+
+def _padding(size: int, shards: int) -> int:
+    """Elements to add so that `shards` divides the size; whole 8x128 tiles of a TPU each, where that adds little."""
+    tiled = -size % (1024 * shards)
+    return tiled if tiled <= size / 32 else -size % shards
+
+
+def _rounded(x: jax.Array, wire: Any) -> jax.Array:
+    """`x` as it will arrive. Not a cast there and back: the compiler may take such a pair for the identity."""
+    if x.dtype == wire:
+        return x
+    kept = jnp.finfo(wire)
+    return lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+
+
+# --- trees -------------------------------------------------------------------------------------------------------
+
+
+def sum_tree(tree: Any, *, strategy: str, payload: str = "float32", bucket_bytes: int = BUCKET_BYTES) -> Any:
+    """The sum of `tree` over all devices of the pod, the same bits on each.
+
+    Args:
+        tree: arrays; floats narrower than float32 are added in float32.
+        strategy: a name in `STRATEGIES`.
+        payload: what travels: "float32" means the data as it is; "bfloat16" halves the bytes of floats, which the
+            rings still add at full width (`xla` sums bfloat16 buffers, at whatever width the compiler adds them).
+        bucket_bytes: leaves are fused into buffers of about this size, from the last leaf to the first, the order in
+            which the backward pass finishes them; 0: one buffer per dtype.
+    """
+    if strategy not in STRATEGIES:
+        raise UserError(f"there is no gradient summation {strategy!r}: {nearest(strategy, STRATEGIES)}")
+    if payload not in PAYLOADS:
+        raise UserError(f"gradients cannot travel as {payload!r}: {nearest(payload, PAYLOADS)}")
+    if lax.axis_size(ALL_AXES) == 1:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    for bucket in buckets(leaves, bucket_bytes):
+        fused = jnp.concatenate([jnp.ravel(leaves[i]) for i in bucket])
+        ends = list(accumulate(leaves[i].size for i in bucket))
+        parts = jnp.split(_sum(fused, strategy, payload), ends[:-1])
+        for i, part in zip(bucket, parts, strict=True):
+            leaves[i] = part.reshape(leaves[i].shape)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def buckets(leaves: Sequence[Any], bucket_bytes: int) -> list[list[int]]:
+    """Which leaves travel together: indices, last leaf first, one dtype and at most `bucket_bytes` a bucket.
+
+    A leaf that is larger than a bucket travels alone.
+    """
+    limit = bucket_bytes or math.inf
+    closed, filling = [], dict[Any, tuple[list[int], int]]()
+    for i in reversed(range(len(leaves))):
+        leaf = leaves[i]
+        bucket, filled = filling.get(leaf.dtype, ([], 0))
+        if bucket and filled + leaf.nbytes > limit:
+            closed.append(bucket)
+            bucket, filled = [], 0
+        filling[leaf.dtype] = ([*bucket, i], filled + leaf.nbytes)
+    return closed + [bucket for bucket, _ in filling.values()]
+
+
+def _sum(x: jax.Array, strategy: str, payload: str) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return STRATEGIES[strategy](x, x.dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return STRATEGIES[strategy](wide, jnp.bfloat16 if payload == "bfloat16" else wide.dtype).astype(x.dtype)

@@ -1,0 +1,68 @@
+"""What happens to pictures on the device: normalize, mix, erase.
+
+Random choices are keyed by (seed, step, position), never by the device, so the same position sees the same thing on
+every pod. Mixing pairs position 2k with 2k+1, which always lie on the same device.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from podscale.recipe import Augment, Recipe
+
+
+def prepare(
+    recipe: Recipe, images: jax.Array, labels: jax.Array, step: jax.Array, positions: jax.Array, classes: int
+) -> tuple[jax.Array, jax.Array]:
+    """uint8 images [n, h, w, 3] and labels [n] of given positions -> what the model and the loss take in training."""
+    images = normalize(recipe, images)
+    targets = smooth(labels, classes, recipe.augment.label_smoothing)
+    if recipe.augment.mixup or recipe.augment.erase:
+        keys = position_keys(recipe.train.seed, step, positions)
+        if recipe.augment.erase:
+            images = jax.vmap(_erase, in_axes=(0, 0, None))(keys, images, recipe.augment.erase)
+        if recipe.augment.mixup:
+            images, targets = _mix(keys, images, targets, recipe.augment)
+    return images, targets
+
+
+def normalize(recipe: Recipe, images: jax.Array) -> jax.Array:
+    """uint8 -> the compute type, with the recipe's per-channel mean and standard deviation taken out."""
+    wide = jnp.promote_types(recipe.model.precision, jnp.float32)
+    mean, std = (jnp.asarray(v, wide) for v in (recipe.data.mean, recipe.data.std))
+    scaled = images.astype(wide) * (1 / (255 * std)) - mean / std
+    return scaled.astype(recipe.model.precision)
+
+
+def smooth(labels: jax.Array, classes: int, smoothing: float) -> jax.Array:
+    """One-hot targets [n, classes] with a share of `smoothing` spread evenly over all classes."""
+    return jax.nn.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes
+
+
+def position_keys(seed: int, step: jax.Array, positions: jax.Array) -> jax.Array:
+    """One random key per position of the global batch at this step."""
+    at_step = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(at_step, positions)
+
+
+def _mix(keys: jax.Array, images: jax.Array, targets: jax.Array, augment: Augment) -> tuple[jax.Array, jax.Array]:
+    """Mixup (Zhang et al. 2018) within pairs: both partners get the same share, drawn by the even position."""
+    draw = jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, 1), augment.mixup, augment.mixup))
+    share = jnp.repeat(draw(keys[0::2]), 2)
+
+    def blend(values: jax.Array) -> jax.Array:
+        partners = values.reshape(-1, 2, *values.shape[1:])[:, ::-1].reshape(values.shape)
+        weight = share.reshape(-1, *[1] * (values.ndim - 1)).astype(values.dtype)
+        return weight * values + (1 - weight) * partners
+
+    return blend(images), blend(targets)
+
+
+def _erase(key: jax.Array, image: jax.Array, chance: float) -> jax.Array:
+    """Random erasing (Zhong et al. 2017): a rectangle of 2 to 33 % of the area becomes 0, the mean colour."""
+    height, width, _ = image.shape
+    area, aspect, top, left, coin = jax.random.uniform(jax.random.fold_in(key, 2), (5,))
+    area, aspect = (0.02 + 0.31 * area) * height * width, jnp.exp((2 * aspect - 1) * jnp.log(1 / 0.3))
+    h, w = jnp.minimum(jnp.sqrt(area * aspect), height), jnp.minimum(jnp.sqrt(area / aspect), width)
+    y, x = jnp.arange(height)[:, None] - top * (height - h), jnp.arange(width)[None] - left * (width - w)
+    inside = (y >= 0) & (y < h) & (x >= 0) & (x < w) & (coin < chance)
+    return jnp.where(inside[:, :, None], 0, image)

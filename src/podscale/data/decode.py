@@ -1,0 +1,300 @@
+"""Decode: bytes and a crop box -> pixels. The plain twin, on Pillow, that fixes what the right pixels are.
+
+Everything else asks for pixels through `crop_batch` alone. Whatever the file, the result is uint8 RGB:
+
+- JPEG, PNG and WebP are told apart by their content, not by their name; animations give their first frame;
+- EXIF orientation is applied first, so sizes and boxes always speak of the upright picture;
+- grayscale gives three equal channels; palettes are looked up; CMYK and YCCK JPEGs are converted by Pillow, Adobe's
+  inverted inks included; colour profiles are ignored;
+- 16 bits a channel keep the upper 8;
+- transparency is composited over white, what a photo on a page is seen on;
+- a crop is resized with Pillow's bilinear filter, widened when it shrinks (antialiased); JPEG's scaled decoding, which
+  gives other pixels, is not used. Outside of the picture a box finds the picture reflected at its border.
+
+A header that asks for more than 2**28 pixels is refused before they are allocated, and any picture that cannot be read
+whole is a `UserError` that names it.
+"""
+
+import io
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from podscale.errors import UserError
+
+if TYPE_CHECKING:
+    from podscale.data.index import Index
+
+MAX_PIXELS = 2**28
+PICTURES_PER_TASK = 16  # decoding takes a millisecond a picture
+ARRAYS_PER_TASK = 1024  # copying takes a microsecond or two
+
+# Pillow warns of flaws that leave the pixels whole. Its own limits on pixels live in `Image.open`, which is not used
+# here: it would change a setting of the whole process to move them.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first bytes say: width and height after orientation (EXIF's 1 to 8)."""
+
+    width: int
+    height: int
+    orientation: int
+
+
+def read_header(file: IO[bytes], name: str = "the picture") -> Header:
+    """Size and orientation, without decoding any pixel."""
+    with _naming(name):
+        return _header(_open(file))
+
+
+def decode(data: bytes, name: str = "the picture") -> NDArray[np.uint8]:
+    """The whole picture, upright, uint8 [height, width, 3]."""
+    with _naming(name):
+        return np.asarray(_picture(data))
+
+
+def crop(
+    source: bytes | NDArray[np.uint8],
+    box: Sequence[float],
+    flip: bool,
+    size: int,
+    out: NDArray[np.uint8],
+    name: str = "the picture",
+) -> None:
+    """The part `box` (left, top, right, bottom) of `source`, resized to size x size, mirrored if asked, into `out`.
+
+    `source` is a file's bytes or decoded pixels, uint8 [height, width, 3].
+    """
+    with _naming(name):
+        picture = _picture(source) if isinstance(source, bytes) else Image.fromarray(source)
+        left, top, right, bottom = (float(edge) for edge in box)
+        if left < 0 or top < 0 or right > picture.width or bottom > picture.height:
+            picture, left, top = _reflected(picture, left, top, right, bottom)
+            right, bottom = left + float(box[2] - box[0]), top + float(box[3] - box[1])
+        edges = (left, top, min(right, picture.width), min(bottom, picture.height))
+        pixels = np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box=edges))
+    out[...] = pixels[:, ::-1] if flip else pixels
+
+
+def crop_batch(
+    index: "Index",
+    samples: NDArray[np.integer],
+    boxes: NDArray[np.float64],
+    flips: NDArray[np.bool_],
+    size: int,
+    out: NDArray[np.uint8],
+    pool: Executor | None = None,
+) -> None:
+    """`crop` for each of `samples` of an index, into out [n, size, size, 3], in parallel where there is a pool."""
+    if index.images is not None and _needs_no_resize(boxes, size):
+        corners = boxes[:, :2].astype(np.int64)
+        images = index.images
+        spread(
+            pool,
+            lambda part: _copy_windows(images, samples[part], corners[part], flips[part], out[part]),
+            len(samples),
+            ARRAYS_PER_TASK,
+        )
+        return
+
+    def pictures(part: slice) -> None:
+        for i in range(part.start, part.stop):
+            sample = int(samples[i])
+            source = index.read(sample) if index.images is None else index.images[sample]
+            crop(source, boxes[i], bool(flips[i]), size, out[i], index.name(sample))
+
+    spread(pool, pictures, len(samples), PICTURES_PER_TASK)
+
+
+def spread(pool: Executor | None, work: Callable[[slice], None], n: int, per_task: int) -> None:
+    """`work` on every part of 0..n-1, in the pool's threads; the first error stops what has not begun."""
+    parts = [slice(start, min(start + per_task, n)) for start in range(0, n, per_task)]
+    if pool is None or len(parts) == 1:
+        for part in parts:
+            work(part)
+    else:
+        for _ in pool.map(work, parts):
+            pass
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+class _naming:  # noqa: N801 (reads as a verb: with _naming(file))
+    """Turns whatever a decoder raises into one sentence that names the picture."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        # A damaged file can make a decoder raise nearly anything; there is no list of what to expect.
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            why = str(error).rstrip(".") or type(error).__name__
+            raise UserError(f"cannot read {self.name}: {why}; replace or remove it") from error
+
+
+class _Jpeg(JpegImageFile):
+    def getexif(self) -> Image.Exif:
+        """Nothing: Pillow would parse all of EXIF for a resolution that nobody asks for, and warn of its flaws."""
+        return Image.Exif()
+
+
+def _open(file: IO[bytes]) -> ImageFile:
+    """An opened, not yet decoded picture of an allowed size. (MPO, several JPEGs in one file, opens as its first.)"""
+    start = file.read(30)
+    file.seek(0)
+    if start.startswith(b"\xff\xd8"):
+        picture: ImageFile = _Jpeg(file)
+    elif start.startswith(b"\x89PNG\r\n\x1a\n"):
+        picture = PngImageFile(file)
+    elif start.startswith(b"RIFF") and start[8:12] == b"WEBP":
+        if start[12:16] == b"VP8X":  # the only WebP that can claim a huge canvas, and Pillow allocates it to open it
+            width, height = (int.from_bytes(start[at : at + 3], "little") + 1 for at in (24, 27))
+            _check_size(width, height)
+        picture = WebPImageFile(file)
+    elif not start:
+        raise ValueError("the file is empty")
+    else:
+        raise ValueError("it is neither JPEG, PNG nor WebP")
+    _check_size(*picture.size)
+    return picture
+
+
+def _check_size(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise ValueError(f"its header says {width}x{height} pixels")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"its header says {width}x{height} pixels, more than {MAX_PIXELS}")
+
+
+def _header(picture: ImageFile) -> Header:
+    turn = _orientation(picture.info.get("exif", b""))
+    width, height = picture.size
+    return Header(height, width, turn) if turn >= 5 else Header(width, height, turn)
+
+
+def _orientation(exif: bytes) -> int:
+    """EXIF's tag 274 of the first directory, 1 (upright) where it is absent or makes no sense."""
+    tiff = exif.removeprefix(b"Exif\0\0")
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (at,) = struct.unpack_from(order + "I", tiff, 4)
+        (entries,) = struct.unpack_from(order + "H", tiff, at)
+        for entry in range(entries):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", tiff, at + 2 + 12 * entry)
+            if tag == 274 and kind == 3:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def _picture(data: bytes) -> Image.Image:
+    """The decoded picture, upright, mode RGB."""
+    opened = _open(io.BytesIO(data))
+    turn = _header(opened).orientation
+    opened.load()
+    picture = _rgb(opened)
+    return picture.transpose(_UPRIGHT[turn]) if turn > 1 else picture
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode.startswith("I"):  # 16 bits, gray; Pillow's own conversion would clip at 255
+        return _gray16(np.asarray(picture), picture.info.get("transparency"))
+    if picture.mode == "RGB" and "transparency" in picture.info:
+        clear = picture.info["transparency"]
+        if max(clear) > 255:  # of a 16-bit PNG, whose pixels have become 8-bit
+            picture.info["transparency"] = tuple(value >> 8 for value in clear)
+    if picture.has_transparency_data:
+        layer = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def _gray16(values: NDArray, clear: int | None) -> Image.Image:
+    gray = (values >> 8).astype(np.uint8)
+    if clear is not None:
+        gray = np.where(values == clear, np.uint8(255), gray)
+    return Image.fromarray(gray).convert("RGB")
+
+
+# --- pixels --------------------------------------------------------------------------------------------------------
+
+
+def _reflect(places: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """Places inside or outside of 0..n-1 folded back into it, the border pixel not repeated.
+
+    >>> _reflect(np.arange(-3, 6), 4).tolist()
+    [3, 2, 1, 0, 1, 2, 3, 2, 1]
+    """
+    period = max(2 * n - 2, 1)
+    folded = np.abs(places) % period
+    return np.minimum(folded, np.abs(period - folded)) if n > 1 else folded
+
+
+def _reflected(
+    picture: Image.Image, left: float, top: float, right: float, bottom: float
+) -> tuple[Image.Image, float, float]:
+    """A picture continued past its borders as far as the box goes, and the box's corner in it."""
+    x0, y0 = min(0, int(np.floor(left))), min(0, int(np.floor(top)))
+    x1, y1 = max(picture.width, int(np.ceil(right))), max(picture.height, int(np.ceil(bottom)))
+    rows = _reflect(np.arange(y0, y1), picture.height)
+    columns = _reflect(np.arange(x0, x1), picture.width)
+    return Image.fromarray(np.asarray(picture)[rows[:, None], columns]), left - x0, top - y0
+
+
+def _needs_no_resize(boxes: NDArray[np.float64], size: int) -> bool:
+    sides = boxes[:, 2:] - boxes[:, :2]
+    return bool(np.all(sides == size) and np.all(boxes[:, :2] == np.floor(boxes[:, :2])))
+
+
+def _copy_windows(
+    images: NDArray[np.uint8],
+    samples: NDArray[np.integer],
+    corners: NDArray[np.int64],
+    flips: NDArray[np.bool_],
+    out: NDArray[np.uint8],
+) -> None:
+    """Windows of `out`'s size at `corners` (left, top), which may reach past the border, where images reflect.
+
+    Rows are gathered whole; columns then in one go for all pictures that share a left edge and a mirroring, of which
+    a padded crop has but a few.
+    """
+    (n, height, width), size = images.shape[:3], out.shape[1]
+    rows = _reflect(corners[:, 1:] + np.arange(size), height)  # [samples, size]
+    tall = images.reshape(n * height, width * 3)[samples[:, None] * height + rows]  # [samples, size, width * 3]
+    kinds, which = np.unique(corners[:, 0] * 2 + flips, return_inverse=True)
+    for kind, (left, flip) in enumerate(zip((kinds // 2).tolist(), (kinds % 2).tolist(), strict=True)):
+        columns = _reflect(np.arange(left, left + size), width)
+        taken = (columns[:: -1 if flip else 1, None] * 3 + np.arange(3)).ravel()
+        members = np.flatnonzero(which == kind)
+        out[members] = tall[members].take(taken, axis=2).reshape(len(members), size, size, 3)

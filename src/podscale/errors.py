@@ -1,0 +1,37 @@
+"""The one exception that means: the user asked for something that cannot be.
+
+Every part raises it with a single sentence that says what is wrong, where, and what to do.
+The command line prints that sentence and exits with code 2; in Python it is an ordinary exception.
+Anything else that escapes is our own mistake and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """What the user asked for cannot be done; the message is one sentence."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The hint that ends a sentence about an unknown name.
+
+    >>> nearest("resnet51", ["resnet50", "resnet101"])
+    'did you mean resnet50 or resnet101?'
+    >>> nearest("zzz", ["b", "a"])
+    'known: a, b'
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=2)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def nearest_numbers(value: int, valid: Iterable[int]) -> str:
+    """The valid numbers on either side of `value`, for the end of a sentence.
+
+    >>> nearest_numbers(96, [16, 32, 64, 128, 256])
+    'nearest that do: 64, 128'
+    """
+    valid = sorted(set(valid))
+    around = [v for v in valid if v < value][-1:] + [v for v in valid if v > value][:1]
+    return f"nearest that do: {', '.join(map(str, around))}" if around else "nothing does"

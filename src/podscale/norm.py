@@ -1,0 +1,153 @@
+"""Distributed batch normalization: statistics over groups of `span` images, wherever their devices are.
+
+The batch norm of the paper (arXiv 1811.06992, section 3.1) averages over a chosen set of replicas, so that the batch per
+replica can shrink without hurting accuracy. Here the group is a property of the recipe: positions g·span .. (g+1)·span-1
+of the global batch. A device that holds several groups normalizes them side by side; a group that spans a tile of
+devices is summed over the tile's mesh axes, one message per layer forward and one backward.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from podscale.errors import UserError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How a device's images fall into batch-norm groups.
+
+    `images` of each group are on this device (0: all of them); the rest are on the devices along `axes`.
+    """
+
+    images: int = 0
+    axes: tuple[str, ...] = ()
+
+
+class Moments(nnx.Variable):
+    """Means and variances that a training call saw, averaged over this device's groups: [2, channels]."""
+
+
+class BatchNorm(nnx.Module):
+    """Normalizes over (group, height, width) per channel; statistics and parameters are float32 or wider.
+
+    In training mode each call leaves its `Moments` behind; the train step averages them over the pod and moves the
+    running statistics once per update, so that all replicas always hold the same state.
+    """
+
+    def __init__(
+        self, features: int, *, zero_scale: bool = False, epsilon: float = 1e-5, param_dtype: Any = jnp.float32
+    ) -> None:
+        self.scale = nnx.Param((jnp.zeros if zero_scale else jnp.ones)(features, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(features, param_dtype))
+        self.mean = nnx.BatchStat(jnp.zeros(features, param_dtype))
+        self.var = nnx.BatchStat(jnp.ones(features, param_dtype))
+        self.epsilon = epsilon
+        self.groups = Groups()
+        self.use_running_average = True
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.use_running_average:
+            return _affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), self.scale[...], self.bias[...])
+        y, moments = normalize(x, self.scale[...], self.bias[...], self.groups, self.epsilon)
+        self.moments = Moments(moments)
+        return y
+
+
+def running_update(stats: Any, moments: Any, momentum: float) -> Any:
+    """Running statistics moved towards the pod's mean moments, as pure nested dicts ({..., "mean", "var"})."""
+    if "moments" in moments:
+        mean, var = moments["moments"]
+        seen = {"mean": mean, "var": var}
+        return {k: momentum * stats[k] + (1 - momentum) * seen[k] for k in stats}
+    return {k: running_update(stats[k], moments[k], momentum) for k in stats}
+
+
+# --- the function ------------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def normalize(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups = Groups(), epsilon: float = 1e-5  # noqa: B008
+) -> tuple[jax.Array, jax.Array]:
+    """Batch norm of x [images, ..., channels] within groups; also the mean over local groups of (mean, variance).
+
+    The gradient is written out because it sums over devices: both directions then cost exactly one message, and
+    nothing depends on how a collective is transposed. The moments carry no gradient.
+    """
+    return _forward(x, scale, bias, groups, epsilon)[0]
+
+
+def _forward(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float) -> Any:
+    grouped = _grouped(x, groups)
+    wide = grouped.astype(scale.dtype)
+    count = _count(grouped, groups)
+    sums = jnp.stack([wide.sum(1), (wide * wide).sum(1)])  # [2, groups, channels]
+    mean, mean_square = _over_tile(sums, groups) / count
+    var = jnp.maximum(mean_square - mean * mean, 0)
+    inverse = lax.rsqrt(var + epsilon)
+    y = _affine(grouped, mean[:, None], inverse[:, None], scale, bias).reshape(x.shape)
+    moments = jnp.stack([mean.mean(0), var.mean(0)])
+    return (y, moments), (x, scale, mean, inverse)
+
+
+def _backward(groups: Groups, epsilon: float, saved: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x, scale, mean, inverse = saved
+    grouped = _grouped(x, groups)
+    dy = _grouped(cotangents[0], groups).astype(scale.dtype)
+    normal = (grouped.astype(scale.dtype) - mean[:, None]) * inverse[:, None]
+    local = jnp.stack([dy.sum(1), (dy * normal).sum(1)])  # [2, groups, channels]
+    mean_dy, mean_dy_normal = _over_tile(local, groups)[:, :, None] / _count(grouped, groups)
+    dx = (scale * inverse)[:, None] * (dy - mean_dy - normal * mean_dy_normal)
+    dbias, dscale = local.sum(1)  # this device's own share: gradient summation adds up the rest
+    return dx.reshape(x.shape).astype(x.dtype), dscale, dbias
+
+
+normalize.defvjp(_forward, _backward)
+
+
+def _affine(x: jax.Array, mean: jax.Array, inverse: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    return ((x.astype(scale.dtype) - mean) * (inverse * scale) + bias).astype(x.dtype)
+
+
+def _grouped(x: jax.Array, groups: Groups) -> jax.Array:
+    """[images, ..., channels] -> [groups, images of a group x places, channels]"""
+    images = groups.images or x.shape[0]
+    return x.reshape(x.shape[0] // images, -1, x.shape[-1])
+
+
+def _count(grouped: jax.Array, groups: Groups) -> int:
+    devices = 1
+    for axis in groups.axes:
+        devices *= lax.axis_size(axis)
+    return grouped.shape[1] * devices
+
+
+def _over_tile(sums: jax.Array, groups: Groups) -> jax.Array:
+    return lax.psum(sums, groups.axes) if groups.axes else sums
+
+
+# --- models of the user's own ------------------------------------------------------------------------------------
+
+
+def distribute(model: nnx.Module) -> nnx.Module:
+    """Replaces every flax `nnx.BatchNorm` in `model` by the distributed one, weights and statistics kept, in place."""
+    for _, module in list(nnx.iter_modules(model)):
+        for name, child in list(vars(module).items()):
+            if isinstance(child, nnx.BatchNorm):
+                setattr(module, name, _converted(child))
+    return model
+
+
+def _converted(flax_norm: nnx.BatchNorm) -> BatchNorm:
+    if flax_norm.scale is None or flax_norm.bias is None or flax_norm.axis not in (-1, (-1,)):
+        raise UserError("a model's nnx.BatchNorm must have a scale and a bias and normalize its last axis")
+    ours = BatchNorm(flax_norm.num_features, epsilon=flax_norm.epsilon)
+    for name in ("scale", "bias", "mean", "var"):
+        getattr(ours, name)[...] = getattr(flax_norm, name)[...]
+    return ours

@@ -1,0 +1,175 @@
+"""From a recipe to an update: learning-rate schedules and optimizers, as optax transformations.
+
+LARS (You, Gitman, Ginsburg 2017, arXiv 1708.03888, section 4) gives every layer a learning rate of its own, in
+proportion to ‖w‖/‖g‖, the *trust ratio*. Its published forms differ in where the trust ratio, the weight decay and
+the learning rate meet the momentum; with g the gradient, w the weights, β weight decay, μ momentum, η `trust`:
+
+    mlperf   v ← μv + lr·trust·(g + βw)    w ← w − v             trust = η‖w‖ / (‖g‖ + β‖w‖ + ε)
+    scaled   m ← μm + g                    w ← w − lr·trust·m    the same trust; β occurs nowhere else
+    optax    v ← μv + lr·trust·(g + βw)    w ← w − v             trust = η‖w‖ / (‖g + βw‖ + ε)
+
+`mlperf` is algorithm 1 of the paper and the form of MLPerf's reference; `scaled` is that of TensorFlow's first
+implementation. But for weight decay they agree while learning rate and trust ratio stand still: in `mlperf` the
+momentum remembers the rates it was made with, in `scaled` a new rate acts on all of it at once. The trust ratio is 1
+where ‖w‖ or ‖g‖ is 0 (`optax`: where ‖w‖ or ‖g + βw‖ is 0).
+
+Parameters whose last name is in `optimizer.skip` (biases and batch-norm scales) have neither weight decay nor trust
+ratio: the plain learning rate, with momentum.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
+
+from podscale.recipe import Optimizer, Recipe
+
+# --- schedules ---------------------------------------------------------------------------------------------------
+
+
+def schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedule:
+    """The learning rate, float32, as a function of the step: linear warm-up from 0 to the peak, then decay.
+
+    The peak grows with the batch if `schedule.scale_batch` is set: the linear scaling rule with gradual warm-up of
+    Goyal et al. 2017 (arXiv 1706.02677), sections 2.1 and 2.2. Polynomial and cosine decay reach `schedule.end` at
+    `steps`.
+
+    >>> from podscale.recipe import Recipe, override
+    >>> rate = schedule(override(Recipe(), {"schedule.peak": 4, "schedule.warmup_epochs": 2}), 50, steps_per_epoch=5)
+    >>> [round(float(rate(step)), 4) for step in (0, 5, 10, 30, 50)]
+    [0.0, 2.0, 4.0, 1.0001, 0.0001]
+    """
+    wanted = recipe.schedule
+    peak = wanted.peak * (recipe.batch.size / wanted.scale_batch if wanted.scale_batch else 1)
+    warmup = wanted.warmup_epochs * steps_per_epoch
+    milestones = jnp.asarray([epoch * steps_per_epoch for epoch in wanted.milestones], jnp.float32)
+
+    def decayed(step: jax.Array) -> jax.Array:
+        left = 1 - jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
+        match wanted.decay:
+            case "polynomial":
+                return wanted.end + (peak - wanted.end) * left**wanted.power
+            case "cosine":
+                return wanted.end + (peak - wanted.end) * (1 - jnp.cos(math.pi * left)) / 2
+            case "step":
+                return peak * wanted.factor ** jnp.sum(step >= milestones, dtype=jnp.float32)
+            case "constant":
+                return jnp.full_like(step, peak)
+
+    def rate(step: Any) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
+        return jnp.where(step < warmup, peak * step / max(warmup, 1), decayed(step))
+
+    return rate
+
+
+# --- optimizers --------------------------------------------------------------------------------------------------
+
+
+def optimizer(recipe: Recipe, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """The recipe's update rule. Its state is a tree of arrays; momentum has the shape and dtype of its parameter."""
+    wanted = recipe.optimizer
+    rule = {"lars": _lars, "sgd": _sgd, "adamw": _adamw}[wanted.name](wanted, learning_rate)
+    return optax.chain(optax.clip_by_global_norm(wanted.clip_norm), rule) if wanted.clip_norm else rule
+
+
+def adapted(params: Any, skip: tuple[str, ...]) -> Any:
+    """A tree like `params`: False where the parameter's last name is in `skip`, else True.
+
+    >>> adapted({"conv": {"kernel": 1.0, "bias": 2.0}}, skip=("bias", "scale"))
+    {'conv': {'bias': False, 'kernel': True}}
+    """
+    return tree_map_with_path(lambda path, _: _last_name(path) not in skip, params)
+
+
+def _last_name(path: tuple[Any, ...]) -> str:
+    if path and path[-1] == GetAttrKey("value"):  # the array inside a flax Variable; its name is the one before
+        path = path[:-1]
+    return keystr(path[-1:], simple=True)
+
+
+def _mask(wanted: Optimizer) -> Callable[[Any], Any]:
+    return lambda params: adapted(params, wanted.skip)
+
+
+def _sgd(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.add_decayed_weights(wanted.weight_decay, _mask(wanted)),
+        optax.sgd(learning_rate, wanted.momentum, wanted.nesterov),
+    )
+
+
+def _adamw(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return optax.adamw(
+        learning_rate,
+        b1=wanted.momentum,
+        b2=wanted.second_moment,
+        eps=wanted.epsilon or 1e-8,  # with 0, a parameter that has had no gradient yet would become 0/0
+        weight_decay=wanted.weight_decay,
+        mask=_mask(wanted),
+        nesterov=wanted.nesterov,
+    )
+
+
+def _lars(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    match wanted.form:
+        case "mlperf":
+            return optax.chain(
+                _trusted_gradient(wanted),
+                optax.scale_by_learning_rate(learning_rate),
+                optax.trace(wanted.momentum),
+            )
+        case "scaled":
+            return optax.chain(_trusted_momentum(wanted), optax.scale_by_learning_rate(learning_rate))
+        case "optax":
+            return optax.lars(
+                learning_rate,
+                weight_decay=wanted.weight_decay,
+                weight_decay_mask=_mask(wanted),
+                trust_coefficient=wanted.trust,
+                eps=wanted.epsilon,
+                trust_ratio_mask=_mask(wanted),
+                momentum=wanted.momentum,
+            )
+
+
+def _trusted_gradient(wanted: Optimizer) -> optax.GradientTransformation:
+    """g becomes trust·(g + βw)."""
+
+    def update(gradients: Any, params: Any) -> Any:
+        def one(adapt: bool, g: jax.Array, w: jax.Array) -> jax.Array:
+            return (g + wanted.weight_decay * w) * _trust(wanted, g, w) if adapt else g
+
+        return jax.tree.map(one, adapted(params, wanted.skip), gradients, params)
+
+    return optax.stateless(update)
+
+
+def _trusted_momentum(wanted: Optimizer) -> optax.GradientTransformation:
+    """g becomes trust·m, with m ← μm + g; the trust ratio is that of g."""
+    momentum = optax.trace(wanted.momentum)
+
+    def update(gradients: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+        def one(adapt: bool, m: jax.Array, g: jax.Array, w: jax.Array) -> jax.Array:
+            return m * _trust(wanted, g, w) if adapt else m
+
+        moved, state = momentum.update(gradients, state, params)
+        return jax.tree.map(one, adapted(params, wanted.skip), moved, gradients, params), state
+
+    return optax.GradientTransformation(momentum.init, update)
+
+
+def _trust(wanted: Optimizer, g: jax.Array, w: jax.Array) -> jax.Array:
+    """The trust ratio, in the dtype of `g`; 1 where a norm is 0, or such a parameter would never move."""
+    g_norm, w_norm = _norm(g), _norm(w)
+    nothing = (g_norm == 0) | (w_norm == 0)
+    denominator = jnp.where(nothing, 1, g_norm + wanted.weight_decay * w_norm + wanted.epsilon)
+    return jnp.where(nothing, 1, wanted.trust * w_norm / denominator).astype(g.dtype)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())

@@ -1,0 +1,31 @@
+"""What a user may fix about the machine's side of a run; none of it changes what is learnt.
+
+These stand apart from the rooms that use them so that `--help` can list them without importing JAX.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from podscale.fields import documented as _field
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """Which devices, and how they are laid out."""
+
+    shape: str = _field("", "rows x columns of the devices that are there, such as 2x4")
+    virtual: str = _field("", "so many CPU devices instead, such as 2x2: a real, if slow, torus")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the recipe is mapped onto the pod; zeros and "auto" leave it to the plan."""
+
+    summation: Literal["auto", "xla", "ring", "torus", "torus4"] = _field("auto", "how gradients are summed")
+    payload: Literal["float32", "bfloat16"] = _field("float32", "what gradients travel as")
+    bucket_mib: int = _field(32, "gradients travel in buckets of this size; 0: all in one")
+    micro_batches: int = _field(0, "slices a device works through per update; 0: as few as fit its memory")
+    steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")
+    eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")
+    save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")
+    keep: int = _field(2, "newest checkpoints that are kept, besides the best one")

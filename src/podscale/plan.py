@@ -1,0 +1,276 @@
+"""Plan: the recipe mapped onto the pod. Everything the machine decides, and nothing that changes what is learnt.
+
+Images per device, micro-batches, the batch-norm tile, gradient summation and the calls that training is cut into all
+follow from here. A plan is printed before every run, and needs no device to be made.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from podscale.errors import UserError, nearest_numbers
+from podscale.norm import Groups
+from podscale.options import Options
+from podscale.pod import TILE, Pod
+from podscale.recipe import Recipe
+
+SPARE = 0.85  # share of a device's memory that a plan may fill; the rest is for the compiler's temporaries
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a plan must know of the data: how many pictures there are, and of how many classes."""
+
+    train: int
+    val: int
+    classes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device, by purpose; activations are an estimate until a compiler says more."""
+
+    parameters: int = 0
+    optimizer: int = 0
+    input: int = 0
+    activations_per_image: int = 0
+
+    def total(self, images: int) -> int:
+        return self.parameters + self.optimizer + self.input + self.activations_per_image * images
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The recipe on the pod; see `make`."""
+
+    recipe: Recipe
+    pod: Pod
+    counts: Counts
+    tile: tuple[int, int]  # chips: rows, columns
+    micro_batches: int
+    steps_per_call: int
+    eval_images: int
+    summation: str
+    payload: str
+    bucket_bytes: int
+    save_steps: int
+    keep: int
+    memory: Memory
+
+    # --- images ---
+
+    @property
+    def images_per_device(self) -> int:
+        return self.recipe.batch.size // self.pod.size
+
+    @property
+    def micro_images(self) -> int:
+        """Images per device and micro-batch."""
+        return self.images_per_device // self.micro_batches
+
+    @property
+    def tile_devices(self) -> int:
+        return self.tile[0] * self.tile[1] * self.pod.cores
+
+    @property
+    def groups(self) -> Groups:
+        """How the images of one device and micro-batch fall into batch-norm groups."""
+        span = self.recipe.batch.span
+        return Groups(span) if span <= self.micro_images else Groups(self.micro_images, TILE)
+
+    def positions(self, device: Any) -> Any:
+        """Positions of the global batch that device number `device` (in batch order) works on: [micro-batch, image].
+
+        A tile owns a contiguous block; micro-batch j is its j-th slice; the tile's devices split each slice evenly.
+        """
+        m, M, T = self.micro_images, self.micro_batches, self.tile_devices
+        within = np.arange(M)[:, None] * (T * m) + np.arange(m)
+        return (device // T) * (T * m * M) + (device % T) * m + within
+
+    # --- steps ---
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.counts.train / self.recipe.batch.size
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.steps(self.counts.train)
+
+    def eval_steps(self) -> list[int]:
+        """Numbers of updates after which the model is evaluated; the last is always among them."""
+        every = self.recipe.train.eval_epochs * self.steps_per_epoch
+        due = (round(k * every) for k in range(1, int(self.steps / every) + 1))
+        return sorted({min(max(s, 1), self.steps) for s in due} | {self.steps})
+
+    def save_points(self) -> set[int]:
+        """Numbers of updates after which a checkpoint is written."""
+        regular = range(self.save_steps, self.steps, self.save_steps) if self.save_steps else ()
+        return {*self.eval_steps(), *regular}
+
+    def calls(self, start: int = 0) -> list[range]:
+        """Step ranges of the compiled calls from `start` on: fixed absolute ranges, whatever was done before."""
+        S = self.steps_per_call
+        cuts = sorted({0, *range(S, self.steps, S), *self.save_points()})
+        return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a >= start]
+
+    # --- words ---
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan as names and values, for people."""
+        p, b, h, w = self.pod, self.recipe.batch, *self.tile
+        if b.span <= self.micro_images:
+            norm = f"{self.micro_images // b.span} groups of {b.span} inside each device"
+        else:
+            norm = f"groups of {b.span} over tiles of {h}x{w} chips" + (f" x {p.cores} cores" if p.cores > 1 else "")
+        lanes = self.recipe.data.lanes
+        need = self.memory.total(self.micro_images)
+        return [
+            ("recipe", f"{self.recipe.name} {self.recipe.digest()}"),
+            ("data", f"{self.counts.train:,} train, {self.counts.val:,} val, {self.counts.classes:,} classes"),
+            ("model", f"{self.recipe.model.name}, {self.recipe.data.image_size} px, {self.recipe.model.precision}"),
+            ("pod", f"{p.kind}, {p.shape} torus" + (f" x {p.cores} cores" if p.cores > 1 else "") + _plural_hosts(p)),
+            ("batch", f"{b.size:,} images, {self.images_per_device} a device" + _slices(self)),
+            ("batch norm", norm),
+            ("summation", f"{self.summation}, {self.payload} payload"),
+            ("input", f"{lanes} lane{'s' * (lanes > 1)}, {lanes_per_host(self)} a host"),
+            ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} an epoch), {self.steps_per_call} a call"),
+            ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB a device"),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for programs."""
+        return {
+            "pod": {"kind": self.pod.kind, "rows": self.pod.rows, "cols": self.pod.cols, "cores": self.pod.cores}
+            | {"hosts": self.pod.hosts, "devices": self.pod.size},
+            "counts": {"train": self.counts.train, "val": self.counts.val, "classes": self.counts.classes},
+            "images_per_device": self.images_per_device,
+            "micro_batches": self.micro_batches,
+            "tile": list(self.tile),
+            "span": self.recipe.batch.span,
+            "summation": self.summation,
+            "payload": self.payload,
+            "bucket_bytes": self.bucket_bytes,
+            "lanes_per_host": lanes_per_host(self),
+            "steps": self.steps,
+            "steps_per_epoch": self.steps_per_epoch,
+            "steps_per_call": self.steps_per_call,
+            "bytes_per_device": {
+                "parameters": self.memory.parameters,
+                "optimizer": self.memory.optimizer,
+                "input": self.memory.input,
+                "activations": self.memory.activations_per_image * self.micro_images,
+                "limit": self.pod.memory_bytes,
+            },
+        }
+
+
+def lanes_per_host(plan: Plan) -> int:
+    """The most lanes that one host reads; neighbours share a lane where hosts do not divide the lanes."""
+    return math.ceil(plan.recipe.data.lanes / plan.pod.hosts)
+
+
+def _plural_hosts(pod: Pod) -> str:
+    return f", {pod.hosts} hosts" if pod.hosts > 1 else ""
+
+
+def _slices(plan: Plan) -> str:
+    return f" in {plan.micro_batches} micro-batches of {plan.micro_images}" if plan.micro_batches > 1 else ""
+
+
+# --- making one ----------------------------------------------------------------------------------------------------
+
+
+def make(
+    recipe: Recipe, pod: Pod, counts: Counts, options: Options = Options(), memory: Memory = Memory()  # noqa: B008
+) -> Plan:
+    """The plan for a recipe on a pod, or one sentence that says why there is none.
+
+    >>> from podscale import recipe
+    >>> plan = make(recipe.load("digits"), Pod("cpu", 2, 2), Counts(1437, 360, 10))
+    >>> plan.tile, plan.images_per_device, plan.steps
+    ((1, 2), 32, 337)
+    """
+    B, N = recipe.batch.size, pod.size
+    if B % N:
+        sizes = (B // N * N, (B // N + 1) * N)
+        raise UserError(f"batch.size {B} does not divide over {N} devices; {nearest_numbers(B, filter(None, sizes))}")
+    micro_batches, tile = _slicing(recipe, pod, options, memory)
+    _check_mixing(recipe, B // N // micro_batches)
+    return Plan(
+        recipe=recipe,
+        pod=pod,
+        counts=counts,
+        tile=tile,
+        micro_batches=micro_batches,
+        steps_per_call=options.steps_per_call or _steps_per_call(recipe, pod),
+        eval_images=options.eval_images or _eval_images(B // N // micro_batches, counts.val, N),
+        summation=_summation(pod, options),
+        payload=options.payload,
+        bucket_bytes=options.bucket_mib << 20,
+        save_steps=options.save_steps,
+        keep=options.keep,
+        memory=memory,
+    )
+
+
+def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory) -> tuple[int, tuple[int, int]]:
+    """Micro-batches and batch-norm tile: the fewest slices that fit the memory and hold whole groups."""
+    images, span = recipe.batch.size // pod.size, recipe.batch.span
+    if options.micro_batches and images % options.micro_batches:
+        raise UserError(
+            f"plan.micro_batches {options.micro_batches} does not divide {images} images per device; "
+            f"{nearest_numbers(options.micro_batches, _divisors(images))}"
+        )
+    counts = [options.micro_batches] if options.micro_batches else _divisors(images)
+    fitting = [(M, tile) for M in counts if (tile := tile_for(span, images // M, pod))]
+    if not fitting:
+        spans = [s for s in _divisors(recipe.batch.size) if any(tile_for(s, images // M, pod) for M in counts)]
+        where = f"{images // counts[0]} images per device on a {pod.shape} torus"
+        raise UserError(f"batch.span {span} does not fit {where}; {nearest_numbers(span, spans)}")
+    roomy = [f for f in fitting if memory.total(images // f[0]) <= SPARE * pod.memory_bytes]
+    return roomy[0] if roomy else fitting[-1]
+
+
+def tile_for(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
+    """The chips (rows, columns) that share one batch-norm group, as square as can be; None if nothing fits.
+
+    >>> tile_for(64, 16, Pod("cpu", 4, 4)), tile_for(64, 64, Pod("cpu", 4, 4)), tile_for(48, 32, Pod("cpu", 4, 4))
+    ((2, 2), (1, 1), None)
+    """
+    if images % span == 0:
+        return 1, 1
+    devices, rest = divmod(span, images)
+    if rest or devices % pod.cores:
+        return None
+    chips = devices // pod.cores
+    tiles = [(h, chips // h) for h in _divisors(chips) if pod.rows % h == 0 and pod.cols % (chips // h) == 0]
+    return min(tiles, key=lambda t: (abs(t[0] - t[1]), t[0]), default=None)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _summation(pod: Pod, options: Options) -> str:
+    """XLA's own all-reduce unless told otherwise: on TPU it already is the two-phase torus, on GPU NCCL's."""
+    return "xla" if options.summation == "auto" else options.summation
+
+
+def _steps_per_call(recipe: Recipe, pod: Pod) -> int:
+    """One on CPUs, where loops around convolutions are slow; else as many as keep the input under 256 MiB, up to 8."""
+    if pod.kind == "cpu":
+        return 1
+    image_bytes = 3 * recipe.data.image_size**2
+    return max(1, min(8, (256 << 20) // (recipe.batch.size // pod.size * image_bytes)))
+
+
+def _eval_images(micro_images: int, val: int, devices: int) -> int:
+    return max(1, min(micro_images, math.ceil(val / devices)))
+
+
+def _check_mixing(recipe: Recipe, micro_images: int) -> None:
+    if recipe.augment.mixup and micro_images % 2:
+        raise UserError(f"augment.mixup pairs neighbours, but a device holds {micro_images} image(s); use an even number")

@@ -1,0 +1,214 @@
+"""Pod: on what is learnt. The devices as a 2-D torus of rows x columns of chips, found on this machine or named.
+
+A batch-norm tile of h x w chips splits both dimensions of the torus, so one mesh with the five axes below names every
+group that training ever sums over: a tile is `TILE`, a column ring `COLUMN`, a row ring `ROW`, the pod `ALL_AXES`.
+No lists of device numbers appear anywhere else.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from podscale.errors import UserError, nearest
+
+ALL_AXES = ("tile_y", "y", "tile_x", "x", "core")
+COLUMN = ("tile_y", "y")
+ROW = ("tile_x", "x")
+CORE = "core"
+TILE = ("y", "x", "core")
+# Not in mesh order: only so does a tile own a contiguous block of the global batch's positions.
+BATCH_AXES = ("tile_y", "tile_x", "y", "x", "core")
+
+# kind: (cores per chip that JAX shows as devices, chips per host, bytes of memory per device)
+CHIPS = {
+    "v2": (2, 4, 8 << 30),
+    "v3": (2, 4, 16 << 30),
+    "v4": (1, 4, 32 << 30),
+    "v5e": (1, 4, 16 << 30),
+    "v5p": (1, 4, 95 << 30),
+    "v6e": (1, 4, 32 << 30),
+    "h100": (1, 8, 80 * 10**9),
+    "h200": (1, 8, 141 * 10**9),
+    "cpu": (1, 1, 4 << 30),
+}
+
+
+@dataclass(frozen=True)
+class Pod:
+    """Chips as rows x columns, each with `cores` devices; `devices` is empty when the pod is not here.
+
+    >>> Pod("v3", rows=32, cols=32, cores=2, hosts=256).size
+    2048
+    """
+
+    kind: str
+    rows: int
+    cols: int
+    cores: int = 1
+    hosts: int = 1
+    devices: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # in (row, column, core) order
+    memory_bytes: int = 4 << 30  # per device
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.rows * self.cols * self.cores
+
+    @property
+    def present(self) -> bool:
+        """Whether the devices are really here."""
+        return bool(self.devices)
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows}x{self.cols}"
+
+    def mesh(self, tile: tuple[int, int] = (1, 1)) -> Mesh:
+        """The devices under the five names, for batch-norm tiles of `tile` = (h, w) chips."""
+        h, w = tile
+        grid = np.array(self.devices, dtype=object)
+        return Mesh(grid.reshape(self.rows // h, h, self.cols // w, w, self.cores), ALL_AXES)
+
+
+def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    """Axis `axis` of an array cut over all devices, so that each tile holds a contiguous block of positions."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Rows and columns from "RxC".
+
+    >>> parse_shape("2x4")
+    (2, 4)
+    """
+    rows, by, cols = text.lower().partition("x")
+    if not by or not rows.isdecimal() or not cols.isdecimal() or not int(rows) or not int(cols):
+        raise UserError(f"a pod's shape is ROWSxCOLUMNS, such as 2x4, not {text!r}")
+    return int(rows), int(cols)
+
+
+def named(text: str) -> Pod:
+    """A pod that need not be here, from "KIND:RxC", such as v3:32x32."""
+    kind, _, shape = text.partition(":")
+    if kind not in CHIPS:
+        raise UserError(f"there is no chip kind {kind!r}: {nearest(kind, CHIPS)}")
+    rows, cols = parse_shape(shape)
+    cores, chips_per_host, memory_bytes = CHIPS[kind]
+    hosts = max(1, -(-rows * cols // chips_per_host))
+    return Pod(kind, rows, cols, cores, hosts, memory_bytes=memory_bytes)
+
+
+def find(shape: str = "", virtual: str = "") -> Pod:
+    """The devices of this machine, or of all processes that have joined, as a torus.
+
+    `shape` lays them out as RxC; `virtual` makes R·C CPU devices, so that a laptop holds a real, if slow, torus.
+    """
+    if virtual:
+        rows, cols = parse_shape(virtual)
+        return _laid_out(_virtual_devices(rows * cols), rows, cols)
+    devices = list(jax.devices())
+    if shape:
+        rows, cols = parse_shape(shape)
+        cores = _cores(devices)
+        if rows * cols * cores != len(devices):
+            raise UserError(
+                f"pod.shape {shape} needs {rows * cols} chips, but there are {len(devices) // cores}; "
+                f"try {' or '.join(_shapes(len(devices) // cores))}"
+            )
+        return _laid_out(devices, rows, cols)
+    return _laid_out(devices, *_natural_shape(devices))
+
+
+def of(devices: list[Any], shape: str) -> Pod:
+    """Given devices as an RxC torus; for tests and notebooks that use a part of what is there."""
+    rows, cols = parse_shape(shape)
+    return _laid_out(devices[: rows * cols], rows, cols)
+
+
+# --- many processes ----------------------------------------------------------------------------------------------
+
+# A launcher that started more than one process says so in one of these.
+_PROCESS_COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
+
+
+def join(coordinator: str = "", processes: int = 0, process: int = -1) -> None:
+    """Joins the other processes of this run, if there are any; must come before anything that touches a device."""
+    if coordinator:
+        if processes < 1 or not 0 <= process < processes:
+            raise UserError(f"process {process} of {processes} cannot be: give --processes N and --process 0..N-1")
+        loopback = coordinator.split(":")[0] in ("localhost", "127.0.0.1")
+        bind = coordinator if loopback and process == 0 else None
+        jax.distributed.initialize(coordinator, processes, process, coordinator_bind_address=bind)
+    elif any(os.environ.get(name, "1").isdecimal() and int(os.environ.get(name, "1")) > 1 for name in _PROCESS_COUNTS):
+        jax.distributed.initialize()
+    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        jax.distributed.initialize()
+
+
+# --- laying out --------------------------------------------------------------------------------------------------
+
+
+def _virtual_devices(count: int) -> list[Any]:
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # the backend already runs: take what it has
+        pass
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise UserError(f"{count} virtual devices were asked for, but JAX already runs with {len(devices)} CPU devices")
+    return devices[:count]
+
+
+def _laid_out(devices: list[Any], rows: int, cols: int) -> Pod:
+    ordered = sorted(devices, key=_place)
+    kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
+    hosts = len({d.process_index for d in devices})
+    return Pod(kind, rows, cols, _cores(devices), hosts, tuple(ordered), _memory_bytes(devices))
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    """Sorts devices by row, column and core: by physical coordinates on TPU, else by process and number."""
+    if getattr(device, "coords", None) is not None and device.platform == "tpu":
+        x, y, z = device.coords
+        return y, z, x, device.core_on_chip
+    return device.process_index, device.id
+
+
+def _cores(devices: list[Any]) -> int:
+    if devices[0].platform != "tpu":
+        return 1
+    return len({d.core_on_chip for d in devices})
+
+
+def _memory_bytes(devices: list[Any]) -> int:
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(len(local), 1)
+    stats = local[0].memory_stats() if local else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else 16 << 30
+
+
+def _natural_shape(devices: list[Any]) -> tuple[int, int]:
+    """Physical rows and columns on TPU; nodes x devices per node on clusters; else as square as can be."""
+    if devices[0].platform == "tpu":
+        coords = [d.coords for d in devices]
+        rows = len({y for _, y, _ in coords})
+        return rows, len(devices) // _cores(devices) // rows
+    hosts = len({d.process_index for d in devices})
+    if hosts > 1 and len(devices) // hosts > 1 and len(devices) % hosts == 0:
+        return hosts, len(devices) // hosts
+    return parse_shape(_shapes(len(devices))[0])
+
+
+def _shapes(count: int) -> list[str]:
+    """The shapes that `count` chips can take, most square first.
+
+    >>> _shapes(6)
+    ['2x3', '1x6']
+    """
+    return [f"{r}x{count // r}" for r in range(int(count**0.5), 0, -1) if count % r == 0]

@@ -1,0 +1,33 @@
+"""What a run was, for people: the words at its end."""
+
+from typing import Any
+
+from rich.console import Console
+
+from podscale.telemetry import table
+
+
+def show(summary: dict[str, Any], console: Console) -> None:
+    """The summary of a run, and what to do with it next."""
+    if not summary:
+        return
+    seconds, folder = summary["seconds"], summary["run"]
+    rows = [
+        ("accuracy", f"{summary['accuracy']:.2%} at the end, {summary['best_accuracy']:.2%} at best"),
+        ("time", f"{summary['train_s']:.1f} s from the first batch, {summary['compile_s']:.1f} s of compilation before"),
+        ("rate", f"{summary['images_per_s']:,.0f} images/s while training"),
+        ("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)),
+    ]
+    if "until" in summary:
+        rows.insert(0, ("until", _target(summary)))
+    rows.append(("run", folder))
+    rows.append(("try it", f"podscale predict {folder}/sample.png --run {folder}"))
+    console.print(table("result", rows))
+
+
+def _target(summary: dict[str, Any]) -> str:
+    (metric, value), *_ = summary["until"].items()
+    if not summary["reached"]:
+        return f"{metric} {value} was not reached"
+    with_compile = summary["reached_with_compile_s"]
+    return f"{metric} {value} reached in {summary['reached_s']:.1f} s ({with_compile:.1f} s with compilation)"

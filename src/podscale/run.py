@@ -1,0 +1,108 @@
+"""Run: a folder that holds all there is to know of one training.
+
+    recipe.toml     what is learnt            plan.json       on what, and how
+    classes.json    names of the classes      metrics.jsonl   one line a step and an evaluation
+    checkpoints/    what was learnt           tensorboard/    the same curves for TensorBoard
+    summary.json    how it ended              sample.png      a validation picture, to try `predict` with
+
+The same command on the same folder resumes. A folder never holds two recipes.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from podscale import recipe as recipes
+from podscale.errors import UserError
+from podscale.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training's folder and recipe."""
+
+    folder: Path
+    recipe: Recipe
+
+    @classmethod
+    def default_folder(cls, recipe: Recipe) -> Path:
+        """Where a recipe is trained unless told otherwise: each recipe has its own folder, so the same one resumes."""
+        return Path("runs") / f"{recipe.name}-{recipe.digest()}"
+
+    @classmethod
+    def check(cls, folder: Path, recipe: Recipe) -> None:
+        """Refuses a folder that holds something else, before anything is written."""
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"the run folder {folder} is a file; choose another with --run")
+        if (folder / "recipe.toml").exists():
+            differences = _differences(cls.load(folder).recipe, recipe)
+            if differences:
+                raise UserError(f"{folder} holds a run of another recipe ({differences}); choose another with --run")
+        elif folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty and holds no run; choose another folder with --run")
+
+    @classmethod
+    def create(cls, folder: Path, recipe: Recipe, plan: dict[str, Any], classes: tuple[str, ...]) -> "Run":
+        """The folder of a run that begins or resumes."""
+        cls.check(folder, recipe)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "classes.json", json.dumps(list(classes)))
+        write_atomically(folder / "plan.json", json.dumps(plan, indent=1))
+        write_atomically(folder / "recipe.toml", recipe.to_toml())
+        return cls(folder, recipe)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Run":
+        """A run that exists."""
+        path = Path(folder) / "recipe.toml"
+        if not path.is_file():
+            raise UserError(f"there is no run in {folder}: it has no recipe.toml")
+        text = path.read_text()
+        return cls(Path(folder), recipes.parse(text, name=recipes.title(text) or Path(folder).name))
+
+    @classmethod
+    def newest(cls, under: str | Path = "runs") -> "Run":
+        """The run that was worked on last."""
+        found = sorted(Path(under).glob("*/recipe.toml"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise UserError(f"there is no run under {under}; train one first, or name its folder with --run")
+        return cls.load(found[-1].parent)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the model's outputs."""
+        return tuple(json.loads((self.folder / "classes.json").read_text()))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def summary(self) -> dict[str, Any]:
+        """How the run ended; empty while it has not."""
+        path = self.folder / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that is either all there or not there at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _differences(old: Recipe, new: Recipe) -> str:
+    """What differs, in words: "train.seed 0, now 1"."""
+    before, after = old.to_dict(), new.to_dict()
+    found = [
+        f"{section}.{field} {value}, now {after[section][field]}"
+        for section, fields in before.items()
+        for field, value in fields.items()
+        if value != after[section][field]
+    ]
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")

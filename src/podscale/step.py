@@ -1,0 +1,195 @@
+"""The train step and the evaluation step: one shard_mapped, jitted, buffer-donating function each.
+
+A call runs several updates so that the host stays off the critical path. Inside, every device works on its own images;
+it meets the others in batch norm (its tile) and in the summation of gradients (the pod), and nowhere else.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from podscale import norm
+from podscale.collectives import sum_tree
+from podscale.data import augment
+from podscale.models.functional import Functional, Tree
+from podscale.plan import Plan
+from podscale.pod import ALL_AXES, BATCH_AXES
+from podscale.recipe import Recipe
+
+
+class State(NamedTuple):
+    """All that training changes; the same on every device at every step."""
+
+    step: jax.Array
+    params: Tree
+    stats: Tree
+    optimizer: Any
+    average: Tree  # {"params", "stats"} averaged over steps, or {} where the recipe has no average
+
+
+class Metrics(NamedTuple):
+    """Per update, over the global batch."""
+
+    loss: jax.Array
+    accuracy: jax.Array
+    grad_norm: jax.Array
+
+
+class Tally(NamedTuple):
+    """What evaluation counts; whole numbers, so that no example is lost or weighed twice."""
+
+    examples: jax.Array
+    correct: jax.Array
+    correct_top5: jax.Array
+    loss: jax.Array  # summed over examples
+
+
+def initial_state(recipe: Recipe, params: Tree, stats: Tree, optimizer: optax.GradientTransformation) -> State:
+    """Before the first update."""
+    average = {"params": params, "stats": stats} if recipe.optimizer.average else {}
+    state = State(jnp.zeros((), jnp.int32), params, stats, optimizer.init(params), average)
+    return jax.tree.map(jnp.array, state)  # own copies: the step donates its state, and the average aliases it
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def train_call(
+    net: Functional, plan: Plan, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[State, jax.Array, jax.Array, jax.Array], tuple[State, Metrics]]:
+    """Compiles to: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state and metrics [S].
+
+    Only the first `count` of the S updates are done; the metrics of the others are zero.
+    """
+    update = partial(_update, net, plan, optimizer)
+
+    def call(state: State, images: jax.Array, labels: jax.Array, count: jax.Array) -> tuple[State, Metrics]:
+        if plan.steps_per_call == 1:
+            state, metrics = update(state, images[0], labels[0])
+            return state, jax.tree.map(lambda m: m[None], metrics)
+
+        def body(i: jax.Array, carry: tuple[State, Metrics]) -> tuple[State, Metrics]:
+            state, seen = carry
+            state, metrics = update(state, images[i], labels[i])
+            return state, jax.tree.map(lambda all_, m: all_.at[i].set(m), seen, metrics)
+
+        empty = Metrics(*[jnp.zeros(plan.steps_per_call, jnp.promote_types(_dtype(state), jnp.float32))] * 3)
+        return lax.fori_loop(0, count, body, (state, empty))
+
+    data = P(None, None, BATCH_AXES)
+    mapped = jax.shard_map(
+        call, mesh=mesh, in_specs=(P(), data, data, P()), out_specs=(P(), P()), axis_names=set(ALL_AXES), check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _update(
+    net: Functional,
+    plan: Plan,
+    optimizer: optax.GradientTransformation,
+    state: State,
+    images: jax.Array,
+    labels: jax.Array,
+) -> tuple[State, Metrics]:
+    """One update from this device's images [M, m, h, w, 3]."""
+    recipe = plan.recipe
+    grads, moments, seen = _pod_sums(plan, _local_sums(net, plan, state, images, labels))
+    updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    stats = norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
+    average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
+    metrics = Metrics(seen["loss"], seen["correct"] / recipe.batch.size, optax.tree.norm(grads))
+    return State(state.step + 1, params, stats, opt_state, average), metrics
+
+
+def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, labels: jax.Array) -> tuple[Tree, ...]:
+    """Gradients, moments and counts summed over this device's micro-batches, as shares of the global batch's means."""
+    recipe, (micro_batches, micro_images) = plan.recipe, labels.shape
+    positions = plan.positions(lax.axis_index(BATCH_AXES))
+    share_of_moments = 1 / (micro_batches * plan.pod.size)
+
+    def loss_of(params: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
+        inputs, targets = augment.prepare(recipe, images, labels, state.step, positions, plan.counts.classes)
+        logits, moments = net.train(params, state.stats, inputs, plan.groups)
+        losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
+        correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)
+        loss = losses.sum() / recipe.batch.size
+        return loss, (jax.tree.map(lambda m: m * share_of_moments, moments), {"loss": loss, "correct": correct})
+
+    def one(micro: tuple[jax.Array, ...]) -> tuple[Tree, ...]:
+        grads, (moments, seen) = jax.grad(loss_of, has_aux=True)(state.params, *micro)
+        return grads, moments, seen
+
+    if micro_batches == 1:
+        return one((images[0], labels[0], positions[0]))
+    sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, (images[0], labels[0], positions[0])))
+    add = lambda sums, micro: (jax.tree.map(jnp.add, sums, one(micro)), None)  # noqa: E731
+    # A loop around convolutions is many times slower on CPU than the same code laid out flat.
+    return lax.scan(add, sums, (images, labels, positions), unroll=plan.pod.kind == "cpu")[0]
+
+
+def _pod_sums(plan: Plan, local: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """The same summed over the pod: gradients in buckets, last layers first; the small rest beside them in float32."""
+    grads, moments, seen = local
+    grads = sum_tree(grads, strategy=plan.summation, payload=plan.payload, bucket_bytes=plan.bucket_bytes)
+    moments, seen = sum_tree((moments, seen), strategy=plan.summation)
+    return grads, moments, seen
+
+
+def _averaged(decay: float, average: Tree, new: Tree) -> Tree:
+    if not average:
+        return average
+    return jax.tree.map(lambda a, n: decay * a + (1 - decay) * n, average, new)
+
+
+def _dtype(state: State) -> Any:
+    return jax.tree.leaves(state.params)[0].dtype
+
+
+# --- evaluation --------------------------------------------------------------------------------------------------
+
+
+def eval_call(
+    net: Functional, plan: Plan, mesh: Mesh
+) -> Callable[[Tree, Tree, jax.Array, jax.Array, Tally], Tally]:
+    """Compiles to: (params, stats, images [E, h, w, 3], labels [E], tally) -> tally; labels below 0 are padding."""
+
+    def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> Tally:
+        logits = net.evaluate(params, stats, augment.normalize(plan.recipe, images))
+        return jax.tree.map(jnp.add, tally, lax.psum(_tally(logits, labels), ALL_AXES))
+
+    data = P(BATCH_AXES)
+    mapped = jax.shard_map(
+        call, mesh=mesh, in_specs=(P(), P(), data, data, P()), out_specs=P(), axis_names=set(ALL_AXES), check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=4)
+
+
+def empty_tally() -> Tally:
+    """Nothing counted yet."""
+    return Tally(*(jnp.zeros((), kind) for kind in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))
+
+
+def _tally(logits: jax.Array, labels: jax.Array) -> Tally:
+    real = labels >= 0
+    target = jnp.maximum(labels, 0)
+    own = jnp.take_along_axis(logits, target[:, None], axis=-1)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+    return Tally(
+        examples=real.sum(dtype=jnp.int32),
+        correct=(real & (logits.argmax(-1) == target)).sum(dtype=jnp.int32),
+        correct_top5=(real & ((logits > own).sum(-1) < 5)).sum(dtype=jnp.int32),
+        loss=jnp.where(real, losses, 0).sum().astype(jnp.float32),
+    )
+
+
+def predictor(net: Functional, recipe: Recipe) -> Callable[[Tree, Tree, jax.Array], jax.Array]:
+    """Compiles to: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
+    return jax.jit(lambda p, s, images: jax.nn.softmax(net.evaluate(p, s, augment.normalize(recipe, images))))
