@@ -27,12 +27,15 @@ def main() -> None:
     if arguments.peer:
         print(json.dumps(torch_step(arguments.peer)))
         return
-    print(f"{'images':>6}  {'podscale':>9}  {'torch.compile':>13}  ratio  {'GiB':>5}  {'GiB':>5}   (images/s, peak memory)")
+    print(f"{'images':>6}  {'podscale':>9}  {'torch.compile':>13}  ratio  {'GiB':>5}  {'GiB':>5} (images/s, peak)")
     for images in arguments.images:
         rounds = [(_ours(images), _peer(images)) for _ in range(arguments.rounds)]
         ours, peer = (statistics.median(r[i]["images_per_s"] for r in rounds) for i in (0, 1))
         memory = [max(r[i]["peak_bytes"] for r in rounds) / 2**30 for i in (0, 1)]
-        print(f"{images:6}  {ours:9,.0f}  {peer:13,.0f}  {ours / peer:5.2f}  {memory[0]:5.1f}  {memory[1]:5.1f}", flush=True)
+        print(
+            f"{images:6}  {ours:9,.0f}  {peer:13,.0f}  {ours / peer:5.2f}  {memory[0]:5.1f}  {memory[1]:5.1f}",
+            flush=True,
+        )
 
 
 def _ours(images: int) -> dict:

@@ -203,10 +203,10 @@ RULES = [{"form": form} for form in FORMS] + [{"name": "sgd"}, {"name": "adamw"}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: next(iter(rule.values())))
-def test_float64_stays_float64_under_a_float32_rate(rule):
+def test_in_64_bit_mode_rate_updates_and_state_are_float64(rule):
     with jax.enable_x64(True):
         rate = optim.schedule(recipe(), steps=10, steps_per_epoch=1)
-        assert rate(3).dtype == jnp.float32
+        assert rate(3).dtype == jnp.float64
         transformation, params = optim.optimizer(recipe(**rule), rate), arrays(PARAMS, jnp.float64)
         updates, state = transformation.update(params, transformation.init(params), params)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype("float64")}

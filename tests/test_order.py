@@ -5,7 +5,9 @@ import pytest
 
 from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.errors import UserError
-from podscale.recipe import Augment
+from podscale.plan import Counts, make
+from podscale.pod import Pod
+from podscale.recipe import Augment, Recipe, override
 
 
 def stream(order, lane, length):
@@ -67,12 +69,16 @@ def test_crops_and_flips_never_change():
         assert flips.tolist() == GOLDEN_FLIPS
 
 
+def trained(size, epochs):
+    """A recipe that trains so many epochs."""
+    return override(Recipe(), {"batch.size": size, "batch.span": size, "train.epochs": epochs})
+
+
 def test_steps_round_up_and_trust_decimals():
-    order = Order(1000, 1, 128, seed=0)
-    assert order.steps(1) == 8
-    assert order.steps(0.128) == 1
-    assert Order(1000, 1, 100, seed=0).steps(1.1) == 11
-    assert order.steps_per_epoch == 1000 / 128
+    assert trained(128, 1).steps(1000) == 8
+    assert trained(128, 0.128).steps(1000) == 1
+    assert trained(100, 1.1).steps(1000) == 11
+    assert make(trained(128, 1), Pod("cpu", 1, 1), Counts(1000, 1, 10)).steps_per_epoch == 1000 / 128
 
 
 def test_orders_compare_by_what_they_order():
@@ -97,7 +103,10 @@ def test_refuses(arguments, sentence):
 
 
 def test_one_lane_fits_any_data_set():
-    assert Order(3, 1, 8, 0).steps(2) == 1
+    ids, passes = Order(3, 1, 8, 0).at(0, np.arange(8))
+    assert passes.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert set(ids) == {0, 1, 2}
+    assert trained(8, 2).steps(3) == 1
 
 
 # --- crops ---------------------------------------------------------------------------------------------------------
@@ -157,7 +166,7 @@ def test_padded_crops_shift_evaluations_box_by_whole_pixels_of_the_result():
 
 def test_centre_crops_are_evaluations():
     boxes, _ = many(n=3, crop="centre")
-    assert boxes.tolist() == eval_boxes(1.0, np.array([[500, 375]] * 3), 224).tolist() == [[62, 0, 437, 375]] * 3
+    assert boxes.tolist() == eval_boxes(1.0, np.array([[500, 375]] * 3)).tolist() == [[62, 0, 437, 375]] * 3
 
 
 def test_flips_are_fair_and_can_be_turned_off():
@@ -180,7 +189,7 @@ def test_one_picture_is_cropped_alike_alone_and_in_a_batch():
 
 
 def test_the_aspect_tables_are_the_power_function():
-    from podscale.data.order import _aspect_tables, _log_uniform  # noqa: PLC0415
+    from podscale.data.order import _aspect_tables, _log_uniform
 
     draws = np.arange(0, 1, 1 / 1024)
     np.testing.assert_allclose(_log_uniform(_aspect_tables(4 / 3), draws), (4 / 3) ** (2 * draws - 1), rtol=1e-13)

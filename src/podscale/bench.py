@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from podscale import models, optim, step as steps
+from podscale import models, optim
 from podscale import plan as plans
 from podscale import recipe as recipes
+from podscale import step as steps
 from podscale.memory import footprint
 from podscale.models.functional import functional
 from podscale.options import Options
@@ -36,7 +37,8 @@ def step(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: i
     jax.block_until_ready(state)
     compile_s = time.perf_counter() - began
     steps_per_call = int(batch[2])
-    calls, times = 1, []
+    calls = 1
+    times: list[float] = []
     while len(times) < repeats:
         start = time.perf_counter()
         for _ in range(calls):

@@ -9,8 +9,9 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn, TextIO
 
 from podscale import recipe as recipes
 from podscale.errors import UserError, nearest
@@ -25,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        result = arguments.verb(arguments)
+        with _kept_clean() if arguments.json else nullcontext(sys.stdout) as stdout:
+            result = arguments.verb(arguments)
+            if arguments.json and result is not None:
+                print(json.dumps(result), file=stdout, flush=True)
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
         return USER_ERROR
@@ -35,9 +39,22 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader went away: `podscale recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if arguments.json:
-        print(json.dumps(result))
     return 0
+
+
+@contextmanager
+def _kept_clean() -> Iterator[TextIO]:
+    """The real stdout; whatever else writes there meanwhile, native libraries included, lands on stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(kept, "w", closefd=False) as stdout:
+            yield stdout
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 # --- verbs -------------------------------------------------------------------------------------------------------
@@ -45,21 +62,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
-    from podscale import train  # noqa: PLC0415
+    from podscale import train
 
     until = train.Until.parse(arguments.until) if arguments.until else None
     console = _console(arguments)
     summary = train.train(
-        recipe, pod=_pod(arguments), options=_plan_options(arguments), folder=arguments.run, until=until, console=console
+        recipe,
+        pod=_pod(arguments),
+        options=_plan_options(arguments),
+        folder=arguments.run,
+        until=until,
+        console=console,
     )
-    from podscale import report  # noqa: PLC0415
+    return _spoken(summary, console)
 
+
+def _spoken(summary: dict[str, Any], console: Any) -> dict[str, Any] | None:
+    """The summary in words; None in all processes but the first, which alone speaks."""
+    import jax
+
+    from podscale import report
+
+    if jax.process_index():
+        return None
     report.show(summary, console)
     return summary
 
 
 def _eval(arguments: argparse.Namespace) -> Any:
-    from podscale import inference  # noqa: PLC0415
+    from podscale import inference
 
     run = inference.open_run(arguments.run)
     run = dataclasses.replace(run, recipe=recipes.override(run.recipe, _given(arguments, SECTIONS)))
@@ -73,7 +104,7 @@ def _eval(arguments: argparse.Namespace) -> Any:
 
 
 def _predict(arguments: argparse.Namespace) -> Any:
-    from podscale import inference  # noqa: PLC0415
+    from podscale import inference
 
     run = inference.open_run(arguments.run)
     console = _console(arguments)
@@ -87,7 +118,7 @@ def _predict(arguments: argparse.Namespace) -> Any:
 
 def _plan(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
-    from podscale import memory, pod, telemetry  # noqa: PLC0415
+    from podscale import memory, pod, telemetry
 
     where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
     plan = memory.planned(recipe, where, _plan_options(arguments))
@@ -107,7 +138,7 @@ def _recipes(arguments: argparse.Namespace) -> Any:
 
 def _bench_step(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
-    from podscale import bench  # noqa: PLC0415
+    from podscale import bench
 
     found = bench.step(recipe, _pod(arguments), _plan_options(arguments), arguments.images, arguments.repeats)
     _console(arguments).print(
@@ -139,7 +170,7 @@ def _plan_options(arguments: argparse.Namespace) -> Options:
 
 
 def _pod(arguments: argparse.Namespace) -> Any:
-    from podscale import pod  # noqa: PLC0415
+    from podscale import pod
 
     options = changed(PodOptions(), "pod", _section(arguments, "pod"))
     pod.join(arguments.coordinator, arguments.processes, arguments.process)
@@ -147,7 +178,7 @@ def _pod(arguments: argparse.Namespace) -> Any:
 
 
 def _console(arguments: argparse.Namespace) -> Any:
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console
 
     # With --json, stdout carries the one JSON object and everything for people goes to stderr.
     return Console(stderr=arguments.json, soft_wrap=True)
@@ -200,7 +231,9 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument("images", nargs="+", metavar="IMAGE", help="picture files")
     _takes_run(predict)
 
-    plan = _verb(verbs, "plan", _plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32")
+    plan = _verb(
+        verbs, "plan", _plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
+    )
     _takes_recipe(plan, "digits")
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help="a pod that need not be here, such as v3:32x32")
 
@@ -249,7 +282,9 @@ def _takes_fields(parser: argparse.ArgumentParser, sections: Any) -> None:
     for name, kind in sections:
         group = parser.add_argument_group(name, kind.__doc__)
         for field in dataclasses.fields(kind):
-            text = f"{field.metadata['doc']} (default: as the recipe says)" if name in SECTIONS else field.metadata["doc"]
+            text = (
+                f"{field.metadata['doc']} (default: as the recipe says)" if name in SECTIONS else field.metadata["doc"]
+            )
             group.add_argument(
                 f"--{name}.{field.name}", default=argparse.SUPPRESS, metavar="X", help=text.replace("%", "%%")
             )

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from podscale import models, optim, step as steps
+from podscale import models, optim
+from podscale import step as steps
 from podscale.checkpoint import Checkpoints
 from podscale.data import loader
 from podscale.data.index import files_index
@@ -74,5 +75,7 @@ def _step(run: Run, checkpoints: Checkpoints, which: str) -> int:
     if which in ("best", "newest"):
         return (checkpoints.best() if which == "best" else checkpoints.newest()) or known[-1]
     if not which.isdecimal() or int(which) not in known:
-        raise UserError(f"{run.folder} has no checkpoint {which!r}: {nearest(which, ['best', 'newest', *map(str, known)])}")
+        raise UserError(
+            f"{run.folder} has no checkpoint {which!r}: {nearest(which, ['best', 'newest', *map(str, known)])}"
+        )
     return int(which)

@@ -26,7 +26,9 @@ from podscale.recipe import Recipe
 KEPT_PER_OUTPUT = 2.2
 
 
-def footprint(recipe: Recipe, net: Functional, params: Tree, stats: Tree, optimizer: optax.GradientTransformation) -> Memory:
+def footprint(
+    recipe: Recipe, net: Functional, params: Tree, stats: Tree, optimizer: optax.GradientTransformation
+) -> Memory:
     """Bytes per device that training the recipe takes; arrays may be abstract."""
     averages = 1 + bool(recipe.optimizer.average)
     image_bytes = 3 * recipe.data.image_size**2

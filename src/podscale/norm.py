@@ -1,11 +1,12 @@
 """Distributed batch normalization: statistics over groups of `span` images, wherever their devices are.
 
-The batch norm of the paper (arXiv 1811.06992, section 3.1) averages over a chosen set of replicas, so that the batch per
-replica can shrink without hurting accuracy. Here the group is a property of the recipe: positions g·span .. (g+1)·span-1
-of the global batch. A device that holds several groups normalizes them side by side; a group that spans a tile of
-devices is summed over the tile's mesh axes, one message per layer forward and one backward.
+The batch norm of the paper (arXiv 1811.06992) averages over a chosen set of replicas, so that the batch per replica can
+shrink without hurting accuracy. Here the group is a property of the recipe: positions g·span .. (g+1)·span-1 of the
+global batch. A device that holds several groups normalizes them side by side; a group that spans a tile of devices is
+summed over the tile's mesh axes, one message per layer forward and one backward.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,7 +74,11 @@ def running_update(stats: Any, moments: Any, momentum: float) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def normalize(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups = Groups(), epsilon: float = 1e-5  # noqa: B008
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    groups: Groups = Groups(),
+    epsilon: float = 1e-5,
 ) -> tuple[jax.Array, jax.Array]:
     """Batch norm of x [images, ..., channels] within groups; also the mean over local groups of (mean, variance).
 
@@ -86,13 +91,12 @@ def normalize(
 def _forward(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float) -> Any:
     grouped = _grouped(x, groups)
     wide = grouped.astype(scale.dtype)
-    count = _count(grouped, groups)
-    sums = jnp.stack([wide.sum(1), (wide * wide).sum(1)])  # [2, groups, channels]
-    mean, mean_square = _over_tile(sums, groups) / count
+    sums = jnp.stack([_group_sum(wide), _group_sum(wide * wide)])
+    mean, mean_square = _over_tile(sums, groups) / _count(grouped, groups)
     var = jnp.maximum(mean_square - mean * mean, 0)
     inverse = lax.rsqrt(var + epsilon)
-    y = _affine(grouped, mean[:, None], inverse[:, None], scale, bias).reshape(x.shape)
-    moments = jnp.stack([mean.mean(0), var.mean(0)])
+    y = _affine(grouped, mean, inverse, scale, bias).reshape(x.shape)
+    moments = jnp.stack([mean, var]).mean(axis=1).reshape(2, -1)
     return (y, moments), (x, scale, mean, inverse)
 
 
@@ -100,11 +104,11 @@ def _backward(groups: Groups, epsilon: float, saved: Any, cotangents: Any) -> tu
     x, scale, mean, inverse = saved
     grouped = _grouped(x, groups)
     dy = _grouped(cotangents[0], groups).astype(scale.dtype)
-    normal = (grouped.astype(scale.dtype) - mean[:, None]) * inverse[:, None]
-    local = jnp.stack([dy.sum(1), (dy * normal).sum(1)])  # [2, groups, channels]
-    mean_dy, mean_dy_normal = _over_tile(local, groups)[:, :, None] / _count(grouped, groups)
-    dx = (scale * inverse)[:, None] * (dy - mean_dy - normal * mean_dy_normal)
-    dbias, dscale = local.sum(1)  # this device's own share: gradient summation adds up the rest
+    normal = (grouped.astype(scale.dtype) - mean) * inverse
+    local = jnp.stack([_group_sum(dy), _group_sum(dy * normal)])
+    mean_dy, mean_dy_normal = _over_tile(local, groups) / _count(grouped, groups)
+    dx = (scale * inverse) * (dy - mean_dy - normal * mean_dy_normal)
+    dbias, dscale = local.sum(axis=1).reshape(2, -1)  # this device's own share: gradient summation adds the others'
     return dx.reshape(x.shape).astype(x.dtype), dscale, dbias
 
 
@@ -116,16 +120,22 @@ def _affine(x: jax.Array, mean: jax.Array, inverse: jax.Array, scale: jax.Array,
 
 
 def _grouped(x: jax.Array, groups: Groups) -> jax.Array:
-    """[images, ..., channels] -> [groups, images of a group x places, channels]"""
+    """[images, ..., channels] -> [groups, images of a group, places, channels]"""
     images = groups.images or x.shape[0]
-    return x.reshape(x.shape[0] // images, -1, x.shape[-1])
+    return x.reshape(x.shape[0] // images, images, -1, x.shape[-1])
+
+
+def _group_sum(values: jax.Array) -> jax.Array:
+    """[groups, images, places, channels] -> [groups, 1, 1, channels]
+
+    Image by image first: enough independent sums to fill a GPU, whatever the number of groups.
+    """
+    return values.sum(axis=2, keepdims=True).sum(axis=1, keepdims=True)
 
 
 def _count(grouped: jax.Array, groups: Groups) -> int:
-    devices = 1
-    for axis in groups.axes:
-        devices *= lax.axis_size(axis)
-    return grouped.shape[1] * devices
+    """Values that each of a group's statistics is made of."""
+    return grouped.shape[1] * grouped.shape[2] * math.prod(lax.axis_size(axis) for axis in groups.axes)
 
 
 def _over_tile(sums: jax.Array, groups: Groups) -> jax.Array:

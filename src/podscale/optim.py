@@ -32,7 +32,7 @@ from podscale.recipe import Optimizer, Recipe
 
 
 def schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedule:
-    """The learning rate, float32, as a function of the step: linear warm-up from 0 to the peak, then decay.
+    """The learning rate as a function of the step: linear warm-up from 0 to the peak, then decay.
 
     The peak grows with the batch if `schedule.scale_batch` is set: the linear scaling rule with gradual warm-up of
     Goyal et al. 2017 (arXiv 1706.02677), sections 2.1 and 2.2. Polynomial and cosine decay reach `schedule.end` at
@@ -46,7 +46,7 @@ def schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedu
     wanted = recipe.schedule
     peak = wanted.peak * (recipe.batch.size / wanted.scale_batch if wanted.scale_batch else 1)
     warmup = wanted.warmup_epochs * steps_per_epoch
-    milestones = jnp.asarray([epoch * steps_per_epoch for epoch in wanted.milestones], jnp.float32)
+    milestones = jnp.asarray([epoch * steps_per_epoch for epoch in wanted.milestones], float)
 
     def decayed(step: jax.Array) -> jax.Array:
         left = 1 - jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
@@ -56,12 +56,12 @@ def schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedu
             case "cosine":
                 return wanted.end + (peak - wanted.end) * (1 - jnp.cos(math.pi * left)) / 2
             case "step":
-                return peak * wanted.factor ** jnp.sum(step >= milestones, dtype=jnp.float32)
+                return peak * wanted.factor ** jnp.sum(step >= milestones, dtype=float)
             case "constant":
                 return jnp.full_like(step, peak)
 
     def rate(step: Any) -> jax.Array:
-        step = jnp.asarray(step, jnp.float32)
+        step = jnp.asarray(step, float)  # float32, or float64 in JAX's 64-bit mode
         return jnp.where(step < warmup, peak * step / max(warmup, 1), decayed(step))
 
     return rate

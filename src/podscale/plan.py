@@ -6,6 +6,8 @@ follow from here. A plan is printed before every run, and needs no device to be 
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -101,9 +103,9 @@ class Plan:
 
     def eval_steps(self) -> list[int]:
         """Numbers of updates after which the model is evaluated; the last is always among them."""
-        every = self.recipe.train.eval_epochs * self.steps_per_epoch
-        due = (round(k * every) for k in range(1, int(self.steps / every) + 1))
-        return sorted({min(max(s, 1), self.steps) for s in due} | {self.steps})
+        every, epochs = (Fraction(str(e)) for e in (self.recipe.train.eval_epochs, self.recipe.train.epochs))
+        due = (self.recipe.steps(self.counts.train, k * every) for k in range(1, int(epochs / every) + 1))
+        return sorted({*due, self.steps})
 
     def save_points(self) -> set[int]:
         """Numbers of updates after which a checkpoint is written."""
@@ -114,7 +116,7 @@ class Plan:
         """Step ranges of the compiled calls from `start` on: fixed absolute ranges, whatever was done before."""
         S = self.steps_per_call
         cuts = sorted({0, *range(S, self.steps, S), *self.save_points()})
-        return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a >= start]
+        return [range(a, b) for a, b in pairwise(cuts) if a >= start]
 
     # --- words ---
 
@@ -184,7 +186,11 @@ def _slices(plan: Plan) -> str:
 
 
 def make(
-    recipe: Recipe, pod: Pod, counts: Counts, options: Options = Options(), memory: Memory = Memory()  # noqa: B008
+    recipe: Recipe,
+    pod: Pod,
+    counts: Counts,
+    options: Options = Options(),
+    memory: Memory = Memory(),
 ) -> Plan:
     """The plan for a recipe on a pod, or one sentence that says why there is none.
 
@@ -273,4 +279,6 @@ def _eval_images(micro_images: int, val: int, devices: int) -> int:
 
 def _check_mixing(recipe: Recipe, micro_images: int) -> None:
     if recipe.augment.mixup and micro_images % 2:
-        raise UserError(f"augment.mixup pairs neighbours, but a device holds {micro_images} image(s); use an even number")
+        raise UserError(
+            f"augment.mixup pairs neighbours, but a device holds {micro_images} image(s); use an even number"
+        )

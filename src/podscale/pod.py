@@ -140,13 +140,18 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1) -> None:
     if coordinator:
         if processes < 1 or not 0 <= process < processes:
             raise UserError(f"process {process} of {processes} cannot be: give --processes N and --process 0..N-1")
-        loopback = coordinator.split(":")[0] in ("localhost", "127.0.0.1")
+        loopback = coordinator.split(":", maxsplit=1)[0] in ("localhost", "127.0.0.1")
         bind = coordinator if loopback and process == 0 else None
         jax.distributed.initialize(coordinator, processes, process, coordinator_bind_address=bind)
-    elif any(os.environ.get(name, "1").isdecimal() and int(os.environ.get(name, "1")) > 1 for name in _PROCESS_COUNTS):
+    elif _launched():
         jax.distributed.initialize()
-    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
-        jax.distributed.initialize()
+
+
+def _launched() -> bool:
+    """Whether a launcher or a TPU pod says that this process is one of several."""
+    counts = [os.environ.get(name, "") for name in _PROCESS_COUNTS]
+    several = any(count.isdecimal() and int(count) > 1 for count in counts)
+    return several or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
 # --- laying out --------------------------------------------------------------------------------------------------

@@ -149,20 +149,27 @@ class Recipe:
         """The recipe as a file that `load` reads back."""
         lines = [f"# {line}".rstrip() for line in (f"recipe: {self.name}", *self.doc.splitlines())]
         for section, fields in self.to_dict().items():
-            lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items())]
+            lines += [
+                "",
+                f"[{section}]",
+                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()),
+            ]
         return "\n".join(lines) + "\n"
 
     def digest(self) -> str:
         """Eight hex digits that change with anything that changes what is learnt."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
-    def steps(self, samples: int) -> int:
-        """Updates over the whole run: ceil(epochs * samples / batch), with `epochs` taken as the decimal it prints as.
+    def steps(self, samples: int, epochs: float | Fraction | None = None) -> int:
+        """Updates over so many epochs, by default the whole run: ceil(epochs * samples / batch).
+
+        `epochs` is taken as the decimal it prints as.
 
         >>> override(load("digits"), {"train.epochs": 1.1, "batch.size": 100, "batch.span": 50}).steps(1000)
         11
         """
-        return math.ceil(Fraction(str(self.train.epochs)) * samples / self.batch.size)
+        epochs = self.train.epochs if epochs is None else epochs
+        return math.ceil(Fraction(str(epochs)) * samples / self.batch.size)
 
 
 SECTIONS: dict[str, type] = {
@@ -208,7 +215,7 @@ def _text(name: str) -> tuple[str, str]:
 def parse(text: str, name: str = "unnamed") -> Recipe:
     """A recipe from TOML text: tables named like the sections, keys named like their fields."""
     tables = tomllib.loads(text)
-    changes = {}
+    changes: dict[str, Any] = {}
     for section, fields in tables.items():
         if not isinstance(fields, dict):
             raise UserError(f"recipe {name}: {section} stands outside any section; the sections are {_listed()}")

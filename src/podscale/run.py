@@ -3,7 +3,8 @@
     recipe.toml     what is learnt            plan.json       on what, and how
     classes.json    names of the classes      metrics.jsonl   one line a step and an evaluation
     checkpoints/    what was learnt           tensorboard/    the same curves for TensorBoard
-    summary.json    how it ended              sample.png      a validation picture, to try `predict` with
+    summary.json    how it ended              report.html     all of it to look at
+    sample.png      a validation picture, to try `predict` with
 
 The same command on the same folder resumes. A folder never holds two recipes.
 """
@@ -80,8 +81,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl."""
-        path = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in whole_lines(self.folder / "metrics.jsonl")]
 
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty while it has not."""
@@ -94,6 +94,11 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that may not exist, without the half line that a killed process may have left at its end."""
+    return [line for line in path.read_text().split("\n")[:-1] if line] if path.exists() else []
 
 
 def _differences(old: Recipe, new: Recipe) -> str:

@@ -4,7 +4,6 @@ A call runs several updates so that the host stays off the critical path. Inside
 it meets the others in batch norm (its tile) and in the summation of gradients (the pod), and nowhere else.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,9 +60,7 @@ def initial_state(recipe: Recipe, params: Tree, stats: Tree, optimizer: optax.Gr
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def train_call(
-    net: Functional, plan: Plan, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> Callable[[State, jax.Array, jax.Array, jax.Array], tuple[State, Metrics]]:
+def train_call(net: Functional, plan: Plan, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
     """Compiles to: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state and metrics [S].
 
     Only the first `count` of the S updates are done; the metrics of the others are zero.
@@ -85,7 +82,12 @@ def train_call(
 
     data = P(None, None, BATCH_AXES)
     mapped = jax.shard_map(
-        call, mesh=mesh, in_specs=(P(), data, data, P()), out_specs=(P(), P()), axis_names=set(ALL_AXES), check_vma=False
+        call,
+        mesh=mesh,
+        in_specs=(P(), data, data, P()),
+        out_specs=(P(), P()),
+        axis_names=set(ALL_AXES),
+        check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=0)
 
@@ -111,7 +113,7 @@ def _update(
 
 def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, labels: jax.Array) -> tuple[Tree, ...]:
     """Gradients, moments and counts summed over this device's micro-batches, as shares of the global batch's means."""
-    recipe, (micro_batches, micro_images) = plan.recipe, labels.shape
+    recipe, micro_batches = plan.recipe, plan.micro_batches
     positions = plan.positions(lax.axis_index(BATCH_AXES))
     share_of_moments = 1 / (micro_batches * plan.pod.size)
 
@@ -129,10 +131,14 @@ def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, la
 
     if micro_batches == 1:
         return one((images[0], labels[0], positions[0]))
-    sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, (images[0], labels[0], positions[0])))
-    add = lambda sums, micro: (jax.tree.map(jnp.add, sums, one(micro)), None)  # noqa: E731
+
+    def add(sums: tuple[Tree, ...], micro: tuple[jax.Array, ...]) -> tuple[tuple[Tree, ...], None]:
+        return jax.tree.map(jnp.add, sums, one(micro)), None
+
+    shapes = jax.eval_shape(one, (images[0], labels[0], positions[0]))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     # A loop around convolutions is many times slower on CPU than the same code laid out flat.
-    return lax.scan(add, sums, (images, labels, positions), unroll=plan.pod.kind == "cpu")[0]
+    return lax.scan(add, zeros, (images, labels, positions), unroll=plan.pod.kind == "cpu")[0]
 
 
 def _pod_sums(plan: Plan, local: tuple[Tree, ...]) -> tuple[Tree, ...]:
@@ -156,9 +162,7 @@ def _dtype(state: State) -> Any:
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
-def eval_call(
-    net: Functional, plan: Plan, mesh: Mesh
-) -> Callable[[Tree, Tree, jax.Array, jax.Array, Tally], Tally]:
+def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
     """Compiles to: (params, stats, images [E, h, w, 3], labels [E], tally) -> tally; labels below 0 are padding."""
 
     def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> Tally:
@@ -190,6 +194,6 @@ def _tally(logits: jax.Array, labels: jax.Array) -> Tally:
     )
 
 
-def predictor(net: Functional, recipe: Recipe) -> Callable[[Tree, Tree, jax.Array], jax.Array]:
+def predictor(net: Functional, recipe: Recipe) -> Any:
     """Compiles to: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
     return jax.jit(lambda p, s, images: jax.nn.softmax(net.evaluate(p, s, augment.normalize(recipe, images))))

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from podscale.run import whole_lines
+
 PLAIN_EVERY_S = 5.0  # between lines where there is no terminal to draw a bar on
 
 
@@ -43,10 +45,10 @@ class Journal:
     """metrics.jsonl and the TensorBoard events of a run; a resumed run continues both at its step."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        from tensorboard.summary import Writer  # noqa: PLC0415  (slow to import, and only needed here)
+        from tensorboard.summary import Writer  # slow to import, and only needed here
 
         path = folder / "metrics.jsonl"
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= start] if start else []
+        kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= start] if start else []
         path.write_text("".join(f"{line}\n" for line in kept))
         self._file: TextIO = path.open("a")
         self._board = Writer(str(folder / "tensorboard"))
@@ -62,13 +64,6 @@ class Journal:
     def close(self) -> None:
         self._file.close()
         self._board.close()
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines only: a run that was killed may have left half a line at the end."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().split("\n")[:-1] if line]
 
 
 class Display:

@@ -14,16 +14,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from PIL import Image
 from rich.console import Console
 
-from podscale import models, optim, plan as plans, pod as pods, step as steps
+from podscale import models, optim
+from podscale import plan as plans
+from podscale import pod as pods
+from podscale import step as steps
 from podscale.checkpoint import Checkpoints
 from podscale.data import loader, order
 from podscale.data.index import Splits, open_index
 from podscale.errors import UserError
 from podscale.memory import footprint
 from podscale.models.functional import Functional, functional
-from podscale.plan import Counts, Options, Plan
+from podscale.options import Options
+from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.recipe import Recipe
+from podscale.report import page
 from podscale.run import Run, write_atomically
 from podscale.step import State
 from podscale.telemetry import Display, Journal, Ledger, table
@@ -63,7 +68,7 @@ def train(
     recipe: Recipe,
     *,
     pod: Pod | None = None,
-    options: Options = Options(),  # noqa: B008
+    options: Options = Options(),
     model: nnx.Module | None = None,
     folder: str | Path | None = None,
     until: Until | None = None,
@@ -92,7 +97,7 @@ def train(
         return _Loop(job, run, checkpoints, ledger, console, until, speaks).run_from(start)
 
 
-def prepare(recipe: Recipe, pod: Pod, options: Options = Options(), model: nnx.Module | None = None) -> Job:  # noqa: B008
+def prepare(recipe: Recipe, pod: Pod, options: Options = Options(), model: nnx.Module | None = None) -> Job:
     """Index, model, plan and initial state: all that comes before the first compilation."""
     data = open_index(recipe.data)
     counts = Counts(len(data.train), len(data.val), len(data.classes))
@@ -243,17 +248,8 @@ class _Loop:
         )
 
     def _batches(self, calls: list[range]) -> loader.Batches:
-        plan = self.job.plan
-        return loader.train_batches(
-            self.job.data.train,
-            self.job.recipe,
-            calls,
-            pods.batch_sharding(self.job.mesh, axis=2),
-            micro_batches=plan.micro_batches,
-            micro_images=plan.micro_images,
-            tile_devices=plan.tile_devices,
-            steps_per_call=plan.steps_per_call,
-        )
+        sharding = pods.batch_sharding(self.job.mesh, axis=2)
+        return loader.train_batches(self.job.data.train, self.job.plan, calls, sharding)
 
     def _log(self, done: range, metrics: steps.Metrics) -> None:
         """Reads a call's metrics, which waits for it, and tells of them."""
@@ -280,7 +276,11 @@ class _Loop:
         self.best = max(self.best, found["accuracy"])
         self._write("eval", step, **found, seconds=seconds)
         epoch = step / self.job.plan.steps_per_epoch
-        self.display.say(f"epoch {epoch:.1f}: {found['accuracy']:.2%} of {found['examples']:,} right after {seconds:.1f} s")
+        self.display.say(
+            f"epoch {epoch:.1f}: {found['accuracy']:.2%} of {found['examples']:,} right after {seconds:.1f} s"
+        )
+        if self.speaks:
+            page.write(self.run)
         if self.until and found[self.until.metric] >= self.until.value:
             self.reached_s = seconds
         return found
@@ -299,7 +299,7 @@ class _Loop:
             self.checkpoints.wait()
         parts = self.ledger.parts()
         busy_s = parts.get("train", 0) + parts.get("input wait", 0)
-        summary = {
+        summary: dict[str, Any] = {
             "run": str(self.run.folder),
             "recipe": self.job.recipe.name,
             "steps": step,
@@ -321,6 +321,7 @@ class _Loop:
         self._write("end", step, seconds=summary["train_s"])
         if self.speaks:
             write_atomically(self.run.folder / "summary.json", json.dumps(summary, indent=1))
+            page.write(self.run)
         return summary
 
     def _finished_before(self) -> dict[str, Any]:

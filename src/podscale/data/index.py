@@ -108,7 +108,7 @@ def _array_index(images: NDArray[np.uint8], labels: NDArray, noun: str) -> Index
 
 def _open_digits(_: str) -> Splits:
     """Every fifth of scikit-learn's 1797 digits validates; 0..16 become 0..255."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415 (half a second, for this source only)
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     gray = (digits.images * (255 / 16) + 0.5).astype(np.uint8)
@@ -201,10 +201,10 @@ def _open_npz(path: str) -> Splits:
 
 def _npz_arrays(file: Path) -> dict[str, NDArray]:
     try:
-        loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            raise ValueError("one bare array")
-        with loaded:
+        with file.open("rb") as opened:
+            loaded = np.load(opened, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                raise ValueError("one bare array")
             return {key: loaded[key] for key in loaded.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from podscale.data import decode, randaugment
 from podscale.data.index import Index
 from podscale.data.order import Order, crop_boxes, eval_boxes
+from podscale.plan import Plan
 from podscale.recipe import Recipe
 
 
@@ -41,36 +42,22 @@ class Batch:
 
 def train_batches(
     index: Index,
-    recipe: Recipe,
+    plan: Plan,
     ranges: Sequence[range],
     sharding: NamedSharding,
     *,
-    micro_batches: int,
-    micro_images: int,
-    tile_devices: int,
-    steps_per_call: int,
     threads: int | None = None,
     depth: int = 2,
 ) -> "Batches":
     """One batch for each range of absolute steps: images [steps_per_call, micro_batches, batch / micro_batches, ...].
 
-    `sharding` cuts axis 2 alone, `micro_images` a device. Device number d on that axis is device t = d mod T of tile
-    d // T, where T is `tile_devices`. A tile owns a contiguous block of positions; its micro-batch j is the block's
-    j-th slice, which its devices split evenly. Steps past the end of a range are zeros.
+    `sharding` cuts axis 2 alone; the plan says which positions each device owns. Steps past a range's end are zeros.
     """
+    recipe = plan.recipe
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    shape = (steps_per_call, micro_batches, recipe.batch.size // micro_batches)
+    shape = (plan.steps_per_call, plan.micro_batches, recipe.batch.size // plan.micro_batches)
     shards = _Shards(sharding, shape, axis=2)
-    if shape[2] * micro_batches != recipe.batch.size or shards.extent != micro_images:
-        raise ValueError(f"{micro_batches} micro-batches of {micro_images} images a device do not make the batch")
-    numbers = np.array(shards.starts) // micro_images
-    tile, t = (part[:, None, None] for part in np.divmod(numbers, tile_devices))
-    j, i = np.arange(micro_batches)[:, None], np.arange(micro_images)
-    slice_images = tile_devices * micro_images
-    positions = (tile * micro_batches + j) * slice_images + t * micro_images + i  # [blocks, micro-batches, images]
-    for steps in ranges:
-        if not (0 < len(steps) <= steps_per_call and steps.step == 1):
-            raise ValueError(f"{steps} is not 1 to {steps_per_call} consecutive steps")
+    positions = np.stack([plan.positions(start // plan.micro_images) for start in shards.starts])
     return Batches(ranges, _TrainJob(index, recipe, order, shards, positions), threads, depth)
 
 
@@ -96,11 +83,13 @@ def eval_batches(
     return Batches(jobs, _EvalJob(index, recipe, shards, offsets), threads, depth)
 
 
-def eval_pictures(index: Index, samples: Sequence[int], recipe: Recipe, pool: Executor | None = None) -> NDArray[np.uint8]:
+def eval_pictures(
+    index: Index, samples: Sequence[int], recipe: Recipe, pool: Executor | None = None
+) -> NDArray[np.uint8]:
     """Pictures as evaluation sees them: uint8 [n, size, size, 3]."""
     chosen, size = np.asarray(samples, np.int64), recipe.data.image_size
     out = np.empty((len(chosen), size, size, 3), np.uint8)
-    boxes = eval_boxes(recipe.data.eval_fraction, index.sizes[chosen], size)
+    boxes = eval_boxes(recipe.data.eval_fraction, index.sizes[chosen])
     decode.crop_batch(index, chosen, boxes, np.zeros(len(chosen), bool), size, out, pool)
     return out
 
@@ -188,7 +177,7 @@ class _EvalJob:
         labels[real] = self.index.labels[samples]
         images = np.zeros((len(examples), data.image_size, data.image_size, 3), np.uint8)
         # Blocks are in ascending order, so the real examples come first.
-        boxes = eval_boxes(data.eval_fraction, self.index.sizes[samples], data.image_size)
+        boxes = eval_boxes(data.eval_fraction, self.index.sizes[samples])
         flips = np.zeros(len(samples), bool)
         decode.crop_batch(self.index, samples, boxes, flips, data.image_size, images[: len(samples)], pool)
         blocks = images.reshape(*self.offsets.shape, *images.shape[1:])

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -68,19 +67,6 @@ class Order:
             flat[chosen] = of_lane + self.lanes * self._permutation(int(of_lane), int(of_pass))[places[chosen]]
         return sample, lane_pass
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Updates in one pass over the samples; seldom a whole number."""
-        return self.samples / self.batch
-
-    def steps(self, epochs: float) -> int:
-        """Updates in so many epochs: ceil(epochs * samples / batch), with `epochs` taken as the decimal it prints as.
-
-        >>> Order(samples=1000, lanes=1, batch=100, seed=0).steps(1.1)
-        11
-        """
-        return math.ceil(Fraction(str(epochs)) * self.samples / self.batch)
-
 
 def _check(order: Order) -> None:
     if order.samples < 1:
@@ -127,7 +113,7 @@ def crop_boxes(
     if augment.crop == "resized":
         boxes = _resized_boxes(augment, seed, passes, samples, sizes)
     else:
-        boxes = eval_boxes(fraction, sizes, image_size)
+        boxes = eval_boxes(fraction, sizes)
     if augment.crop == "padded":
         boxes += _shifts(augment.padding, seed, passes, samples, boxes, image_size)
     if not augment.flip:
@@ -135,16 +121,15 @@ def crop_boxes(
     return boxes, words(seed, Stream.FLIP, passes, samples)[:, 0] >> np.uint32(31) == 1
 
 
-def eval_boxes(fraction: float, sizes: NDArray[np.int32], image_size: int) -> NDArray[np.float64]:
+def eval_boxes(fraction: float, sizes: NDArray[np.int32]) -> NDArray[np.float64]:
     """Evaluation's crop: the centred square whose side is `fraction` of the shorter side, in whole pixels.
 
     The side rounds to the nearest pixel and an odd rest goes right and below, so that a square that already has
-    `image_size` is taken without resampling.
+    the model's size is taken without resampling.
 
-    >>> eval_boxes(0.875, np.array([[256, 300]]), 224).tolist()
+    >>> eval_boxes(0.875, np.array([[256, 300]])).tolist()
     [[16.0, 38.0, 240.0, 262.0]]
     """
-    del image_size  # the box is the same whatever it is resized to
     whole = np.asarray(sizes, np.float64)
     side = np.maximum(np.floor(fraction * whole.min(axis=1) + 0.5), 1.0)
     return _centred(whole, np.stack([side, side], axis=1))

@@ -1,4 +1,4 @@
-"""A flax module as pure functions on plain nested dicts, which is what the step, the optimizer and checkpoints handle."""
+"""A flax module as pure functions on plain nested dicts, which the step, the optimizer and checkpoints handle."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class Functional:
 def functional(model: nnx.Module) -> tuple[Functional, Tree, Tree]:
     """The model as functions, its parameters and its running statistics; flax's batch norms become distributed ones."""
     distribute(model)
-    graph, params, stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
+    graph, params, stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)  # type: ignore[misc]
     if jax.tree.leaves(rest):
         kinds = ", ".join(sorted({type(v).__name__ for _, v in nnx.to_flat_state(rest)}))
         raise UserError(f"the model keeps state other than parameters and batch-norm statistics ({kinds})")

@@ -126,7 +126,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 def _read_torch(path: Path) -> dict[str, np.ndarray]:
     try:
-        import torch  # noqa: PLC0415 (only this reader needs it)
+        import torch
     except ImportError:
         raise UserError(
             f"reading {path} needs PyTorch, which is not installed; install torch or convert the file to safetensors"

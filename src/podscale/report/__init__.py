@@ -1,4 +1,4 @@
-"""What a run was, for people: the words at its end."""
+"""What a run was, for people: the words at its end, and a page to look at (`page`)."""
 
 from typing import Any
 
@@ -14,13 +14,17 @@ def show(summary: dict[str, Any], console: Console) -> None:
     seconds, folder = summary["seconds"], summary["run"]
     rows = [
         ("accuracy", f"{summary['accuracy']:.2%} at the end, {summary['best_accuracy']:.2%} at best"),
-        ("time", f"{summary['train_s']:.1f} s from the first batch, {summary['compile_s']:.1f} s of compilation before"),
+        (
+            "time",
+            f"{summary['train_s']:.1f} s from the first batch, {summary['compile_s']:.1f} s of compilation before",
+        ),
         ("rate", f"{summary['images_per_s']:,.0f} images/s while training"),
         ("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)),
     ]
     if "until" in summary:
         rows.insert(0, ("until", _target(summary)))
     rows.append(("run", folder))
+    rows.append(("report", f"{folder}/report.html"))
     rows.append(("try it", f"podscale predict {folder}/sample.png --run {folder}"))
     console.print(table("result", rows))
 

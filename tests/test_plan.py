@@ -1,0 +1,275 @@
+"""Plans: the same positions and batch-norm groups on every pod, calls at fixed steps, and advice that works."""
+
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from podscale.errors import UserError
+from podscale.norm import Groups
+from podscale.options import Options
+from podscale.plan import SPARE, Counts, Memory, lanes_per_host, make, tile_for
+from podscale.pod import TILE, Pod, named
+from podscale.recipe import Recipe, load, override
+
+COUNTS = Counts(10_000, 1000, 10)
+
+
+def recipe(size, span, **changes):
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    return override(Recipe(), {"batch.size": size, "batch.span": span} | changes)
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(UserError) as error:
+        make(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- tiles and groups ----------------------------------------------------------------------------------------------
+
+TILES = [  # batch, span, rows, columns, cores, micro-batches: tile, images per device and micro-batch, groups
+    (128, 64, 1, 1, 1, 1, (1, 1), 128, Groups(64)),
+    (128, 64, 1, 1, 1, 2, (1, 1), 64, Groups(64)),
+    (128, 64, 1, 2, 1, 1, (1, 1), 64, Groups(64)),
+    (128, 64, 2, 2, 1, 1, (1, 2), 32, Groups(32, TILE)),
+    (128, 64, 4, 1, 1, 1, (2, 1), 32, Groups(32, TILE)),
+    (128, 128, 2, 2, 1, 1, (2, 2), 32, Groups(32, TILE)),
+    (128, 128, 1, 4, 1, 2, None, 16, None),  # eight devices would be needed
+    (128, 32, 2, 2, 1, 2, (1, 2), 16, Groups(16, TILE)),
+    (128, 32, 2, 2, 1, 4, (2, 2), 8, Groups(8, TILE)),
+    (1024, 64, 8, 8, 1, 1, (2, 2), 16, Groups(16, TILE)),
+    (1024, 128, 8, 8, 1, 1, (2, 4), 16, Groups(16, TILE)),
+    (1024, 64, 4, 8, 2, 1, (1, 2), 16, Groups(16, TILE)),
+    (1024, 32, 4, 8, 2, 1, (1, 1), 16, Groups(16, TILE)),  # the two cores of a chip
+    (1024, 16, 4, 8, 2, 1, (1, 1), 16, Groups(16)),
+    (72, 36, 3, 2, 1, 1, (3, 1), 12, Groups(12, TILE)),
+    (120, 60, 2, 5, 1, 1, (1, 5), 12, Groups(12, TILE)),
+]
+
+
+@pytest.mark.parametrize(("size", "span", "rows", "cols", "cores", "micro", "tile", "images", "groups"), TILES)
+def test_tiles_are_as_square_as_they_can_be(size, span, rows, cols, cores, micro, tile, images, groups):
+    pod = Pod("cpu", rows, cols, cores)
+    if tile is None:
+        assert f"batch.span {span}" in refusal(recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
+        return
+    plan = make(recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
+    assert (plan.tile, plan.micro_images, plan.groups) == (tile, images, groups)
+    assert plan.tile_devices == tile[0] * tile[1] * cores
+    assert plan.images_per_device == images * micro
+
+
+NUMBERS = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@st.composite
+def plans(draw):
+    """Any valid plan: pod, images and micro-batches at random; the span one that fits."""
+    pod = Pod("cpu", draw(NUMBERS), draw(NUMBERS), draw(st.sampled_from([1, 2])))
+    micro_batches, images = draw(NUMBERS), draw(NUMBERS)
+    spans = {images // d for d in (1, 2, 3, 4) if images % d == 0}
+    spans |= {
+        images * h * w * pod.cores for h in range(1, 9) for w in range(1, 9) if not (pod.rows % h or pod.cols % w)
+    }
+    span = draw(st.sampled_from(sorted(spans)))
+    size = images * micro_batches * pod.size
+    assume(size % span == 0)
+    return make(recipe(size, span), pod, COUNTS, Options(micro_batches=micro_batches))
+
+
+@settings(deadline=None, max_examples=300)
+@given(plans())
+def test_positions_are_split_once_and_groups_stay_together(plan):
+    size, span = plan.recipe.batch.size, plan.recipe.batch.span
+    held = [plan.positions(device) for device in range(plan.pod.size)]
+    assert all(p.shape == (plan.micro_batches, plan.micro_images) for p in held)
+    assert np.array_equal(np.sort(np.concatenate(held, axis=None)), np.arange(size))
+    places = {}  # batch-norm group -> (tile, micro-batch) that holds its images, and on which devices
+    for device, positions in enumerate(held):
+        for micro, row in enumerate(positions):
+            for group in row // span:
+                places.setdefault(group, set()).add((device // plan.tile_devices, micro, device))
+    assert len(places) == size // span
+    for found in places.values():
+        assert len({place[:2] for place in found}) == 1
+        if plan.groups.axes:
+            assert plan.groups.images * plan.tile_devices == span
+            assert len(found) == plan.tile_devices
+        else:
+            assert plan.groups.images == span
+            assert len(found) == 1
+
+
+@settings(deadline=None, max_examples=100)
+@given(plans())
+def test_a_device_lists_its_groups_one_after_the_other(plan):
+    """What `norm` relies on: images k·n .. (k+1)·n-1 of a micro-batch are of one group, n of each."""
+    for device in range(plan.pod.size):
+        groups = plan.positions(device) // plan.recipe.batch.span
+        blocks = groups.reshape(plan.micro_batches, -1, plan.groups.images)
+        assert np.all(blocks == blocks[..., :1])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    lanes=st.sampled_from([1, 2, 3, 4, 5, 6, 8]), hosts=st.sampled_from([1, 2, 3, 4, 5, 6, 8]), times=st.integers(1, 3)
+)
+def test_the_lanes_of_a_host_are_those_of_its_positions(lanes, hosts, times):
+    size = lanes * hosts * times
+    plan = make(recipe(size, 1, data__lanes=lanes), Pod("cpu", 1, hosts, hosts=hosts), COUNTS)
+    most = max(len(set((plan.positions(host) // (size // lanes)).ravel())) for host in range(hosts))
+    assert lanes_per_host(plan) == most
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_pod():
+    plan = make(load("resnet50-imagenet-32k"), named("v3:32x32"), Counts(1_281_167, 50_000, 1000))
+    assert (plan.images_per_device, plan.micro_batches, plan.tile_devices, plan.steps) == (16, 1, 4, 2816)
+    assert plan.tile == (1, 2)
+    assert plan.groups == Groups(16, TILE)
+    long = make(override(plan.recipe, {"train.epochs": 91}), plan.pod, plan.counts)
+    assert long.steps == 3558
+    assert plan.eval_steps()[0] == round(4 * 1_281_167 / 32_768)
+
+
+@st.composite
+def long_plans(draw):
+    epochs, every = draw(st.floats(0.05, 9)), draw(st.floats(0.01, 4))
+    counts = Counts(draw(st.integers(1, 900)), 5, 10)
+    options = Options(steps_per_call=draw(st.integers(1, 9)), save_steps=draw(st.integers(0, 7)))
+    return make(recipe(8, 8, train__epochs=epochs, train__eval_epochs=every), Pod("cpu", 1, 1), counts, options)
+
+
+@settings(deadline=None)
+@given(long_plans())
+def test_evaluations_come_every_so_many_epochs_and_at_the_end(plan):
+    steps = plan.eval_steps()
+    assert plan.steps == math.ceil(Fraction(str(plan.recipe.train.epochs)) * plan.counts.train / 8)
+    assert steps == sorted(set(steps))
+    assert steps[0] >= 1
+    assert steps[-1] == plan.steps
+    every = plan.recipe.train.eval_epochs * plan.counts.train / 8
+    for number, step in enumerate(steps[:-1], start=1):
+        assert abs(step - number * every) <= 1 or every < 2
+
+
+@settings(deadline=None)
+@given(plan=long_plans(), data=st.data())
+def test_calls_are_fixed_ranges_that_cover_every_step_once(plan, data):
+    calls = plan.calls()
+    assert [step for call in calls for step in call] == list(range(plan.steps))
+    assert all(1 <= len(call) <= plan.steps_per_call for call in calls)
+    ends = {call.stop for call in calls}
+    regular = set(range(plan.save_steps, plan.steps, plan.save_steps)) if plan.save_steps else set()
+    assert plan.save_points() == set(plan.eval_steps()) | regular
+    assert plan.save_points() <= ends
+    assert set(range(plan.steps_per_call, plan.steps, plan.steps_per_call)) <= ends
+    done = data.draw(st.sampled_from([0, *sorted(ends)]))
+    assert plan.calls(done) == [call for call in calls if call.start >= done]
+
+
+@settings(deadline=None)
+@given(plan=long_plans(), data=st.data())
+def test_calls_from_another_plans_checkpoint_leave_no_step_out(plan, data):
+    """A run saved under other options, or on another pod, resumes at a step that is no boundary here."""
+    done = data.draw(st.integers(0, plan.steps))
+    assert [step for call in plan.calls(done) for step in call] == list(range(done, plan.steps))
+    assert set(plan.calls(done)[1:]) <= set(plan.calls())
+
+
+def test_a_cpu_does_one_step_a_call_and_others_several():
+    counts = Counts(1_281_167, 50_000, 1000)
+    assert make(load("digits"), Pod("cpu", 1, 1), COUNTS).steps_per_call == 1
+    assert 1 < make(load("resnet50-imagenet-32k"), named("v3:32x32"), counts).steps_per_call <= 8
+    assert make(load("resnet50-imagenet-4k"), named("h200:1x1"), counts).steps_per_call == 1
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_memory_makes_micro_batches():
+    memory = Memory(parameters=100, optimizer=50, input=10, activations_per_image=20)
+    for room, slices in ((160 + 20 * 64, 1), (160 + 20 * 32, 2), (160 + 20 * 31, 4), (160 + 20 * 8, 8)):
+        pod = Pod("cpu", 1, 2, memory_bytes=math.ceil(room / SPARE))
+        plan = make(recipe(128, 8), pod, COUNTS, memory=memory)
+        assert plan.micro_batches == slices
+        assert memory.total(plan.micro_images) <= SPARE * pod.memory_bytes
+        assert make(recipe(128, 8), pod, COUNTS, Options(micro_batches=2), memory).micro_batches == 2
+
+
+def test_slices_stay_whole_groups_however_little_room_there_is():
+    memory = Memory(activations_per_image=1 << 30)
+    plan = make(recipe(128, 64), Pod("cpu", 1, 2), COUNTS, memory=memory)
+    assert plan.recipe.batch.span % plan.micro_images == 0
+    assert (plan.micro_batches, plan.tile) == (2, (1, 2))
+
+
+def test_a_plan_tells_of_itself():
+    plan = make(load("digits"), Pod("v3", 2, 2, 2, hosts=1), COUNTS, Options(micro_batches=2))
+    rows = dict(plan.rows())
+    assert rows["batch"] == "128 images, 16 a device in 2 micro-batches of 8"
+    assert rows["batch norm"] == "groups of 64 over tiles of 2x2 chips x 2 cores"
+    assert plan.to_dict()["tile"] == [2, 2]
+    assert plan.to_dict()["pod"]["devices"] == 8
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows=NUMBERS, cols=NUMBERS, cores=st.sampled_from([1, 2]), images=st.sampled_from([1, 4, 6, 16]), data=st.data())
+def test_spans_that_do_not_fit_are_refused_with_spans_that_do(rows, cols, cores, images, data):
+    pod = Pod("cpu", rows, cols, cores)
+    size = images * pod.size
+    span = data.draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
+    options = Options(micro_batches=data.draw(st.sampled_from([0, 1, 2])) if images % 2 == 0 else 0)
+    slices = [options.micro_batches] if options.micro_batches else [m for m in range(1, images + 1) if images % m == 0]
+    if any(tile_for(span, images // m, pod) for m in slices):
+        make(recipe(size, span), pod, COUNTS, options)
+        return
+    sentence = refusal(recipe(size, span), pod, COUNTS, options)
+    assert sentence.startswith(f"batch.span {span} does not fit ")
+    offered = [int(number) for number in re.findall(r"\d+", sentence.partition("nearest that do: ")[2])]
+    assert offered
+    for other in offered:
+        make(recipe(size, other), pod, COUNTS, options)
+        between = range(min(other, span) + 1, max(other, span))
+        nearer = [s for s in between if size % s == 0 and any(tile_for(s, images // m, pod) for m in slices)]
+        assert not nearer
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do():
+    sentence = refusal(recipe(128, 64), Pod("cpu", 1, 3), COUNTS)
+    assert sentence == "batch.size 128 does not divide over 3 devices; nearest that do: 126, 129"
+    assert refusal(recipe(8, 8), Pod("cpu", 4, 4), COUNTS).endswith("nearest that do: 16")
+
+
+def test_micro_batches_that_do_not_divide_are_refused():
+    sentence = refusal(recipe(128, 64), Pod("cpu", 1, 1), COUNTS, Options(micro_batches=3))
+    assert sentence == "plan.micro_batches 3 does not divide 128 images per device; nearest that do: 2, 4"
+
+
+@pytest.mark.parametrize(
+    "field", ["micro_batches", "steps_per_call", "eval_images", "save_steps", "bucket_mib", "keep"]
+)
+def test_options_below_zero_are_refused(field):
+    assert f"plan.{field}" in refusal(recipe(128, 64), Pod("cpu", 1, 1), COUNTS, Options(**{field: -2}))
+
+
+def test_mixing_needs_pairs_on_one_device():
+    assert "augment.mixup" in refusal(recipe(6, 3, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
+    make(recipe(8, 4, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
+
+
+@pytest.mark.parametrize(("val", "images"), [(1000, 64), (100, 50), (1, 1)])
+def test_evaluation_takes_no_more_images_than_there_are(val, images):
+    assert make(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10)).eval_images == images
+    assert make(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10), Options(eval_images=7)).eval_images == 7
