@@ -233,7 +233,7 @@ def test_another_recipe_is_refused_in_a_run_folder(trained):
     ("arguments", "words"),
     [
         (("eval", "--run", "run", "--checkpoint", "7"), "run has no checkpoint '7'"),
-        (("eval", "--run", "run", "--model.width", "32"), "does not fit the model"),
+        (("eval", "--run", "run", "--model.width", "32"), "there is no option --model.width"),
         (("eval", "--run", "nowhere"), "nowhere"),
         (("predict", "nowhere.png", "--run", "run"), "there is no picture file nowhere.png"),
         (("predict", "run/plan.json", "--run", "run"), "run/plan.json"),

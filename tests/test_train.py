@@ -109,6 +109,35 @@ def test_a_finished_run_is_not_trained_again(undisturbed, recipe):
     assert (undisturbed[0] / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_checkpoint_of_another_model_is_refused_by_the_first_array_that_differs(undisturbed, recipe):
+    wider = train.prepare(recipes.override(recipe, {"model.width": 16}), torus()).state
+    with (
+        Checkpoints(undisturbed[0] / "checkpoints", read_only=True) as checkpoints,
+        pytest.raises(UserError, match=r"params/layers/0/conv/kernel has shape \(3, 3, 3, 8\), wanted \(3, 3, 3, 16\)"),
+    ):
+        checkpoints.restore(checkpoints.newest(), wider)
+
+
+def test_a_run_is_not_continued_on_other_data(undisturbed, recipe):
+    plan = json.loads((undisturbed[0] / "plan.json").read_text())
+    with pytest.raises(UserError, match=r"other data \(1437 train, now 1400\)"):
+        Run.create(undisturbed[0], recipe, plan | {"counts": plan["counts"] | {"train": 1400}}, tuple("0123456789"))
+    with pytest.raises(UserError, match="other classes"):
+        Run.create(undisturbed[0], recipe, plan, tuple("abcdefghij"))
+
+
+def test_where_the_data_lies_is_no_part_of_the_recipe(undisturbed, recipe):
+    moved = recipes.override(recipe, {"data.path": "elsewhere"})
+    again = train.train(moved, pod=torus(), folder=undisturbed[0], console=QUIET)
+    assert again["steps"] == undisturbed[1]["steps"]
+
+
+def test_a_target_that_was_reached_before_is_not_trained_for_again(recipe, tmp_path):
+    for _ in range(2):
+        summary = train.train(recipe, pod=torus("1x1"), folder=tmp_path, until=Until("accuracy", 0.0), console=QUIET)
+        assert (summary["steps"], summary["reached"]) == (12, True)
+
+
 def test_the_newest_and_the_best_checkpoints_are_kept(undisturbed):
     folder, _ = undisturbed
     scores = {m["step"]: m["accuracy"] for m in Run.load(folder).metrics() if m["event"] == "eval"}

@@ -1,1 +1,47 @@
-"""Podscale: train image classifiers at supercomputer scale, and on one machine, with the same recipe."""
+"""Podscale: train image classifiers at supercomputer scale, and on one machine, with the same recipe.
+
+    import podscale
+
+    recipe = podscale.load("digits").override({"train.epochs": 10})
+    summary = podscale.train(recipe, pod=podscale.find(virtual="2x2"))
+
+Names are imported when they are first used, so that `import podscale` does not import JAX.
+"""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Recipe": "podscale.recipe",
+    "load": "podscale.recipe",
+    "presets": "podscale.recipe",
+    "Pod": "podscale.pod",
+    "find": "podscale.pod",
+    "named": "podscale.pod",
+    "Plan": "podscale.plan",
+    "Options": "podscale.options",
+    "planned": "podscale.memory",
+    "Run": "podscale.run",
+    "Until": "podscale.train",
+    "evaluate": "podscale.inference",
+    "predict": "podscale.inference",
+    "register": "podscale.models",
+    "BatchNorm": "podscale.norm",
+    "load_torchvision": "podscale.models.torchvision",
+    "to_torchvision": "podscale.models.torchvision",
+    "UserError": "podscale.errors",
+}
+
+__all__ = ["train", *_HOMES]  # noqa: PLE0604 (all of them are strings)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":  # the room and the verb: the module can be called
+        return importlib.import_module("podscale.train")
+    if name not in _HOMES:
+        raise AttributeError(f"podscale has no {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

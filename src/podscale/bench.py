@@ -12,6 +12,7 @@ from podscale import models, optim
 from podscale import plan as plans
 from podscale import recipe as recipes
 from podscale import step as steps
+from podscale.errors import UserError
 from podscale.memory import footprint
 from podscale.models.functional import functional
 from podscale.options import Options
@@ -31,6 +32,8 @@ def step(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: i
         size = images * pod.size
         span = recipe.batch.span if size % recipe.batch.span == 0 else size
         recipe = recipes.override(recipe, {"batch.size": size, "batch.span": span, "data.lanes": 1})
+    if repeats < 1:
+        raise UserError(f"--repeats must be at least 1, not {repeats}")
     began = time.perf_counter()
     call, state, batch = _compiled(recipe, pod, options)
     state, _ = call(state, *batch)

@@ -32,7 +32,9 @@ class Checkpoints:
             read_only=read_only,
             create=not read_only,
         )
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(), options=options, item_handlers=ocp.StandardCheckpointHandler()
+        )
 
     def steps(self) -> list[int]:
         """Steps that can be restored, oldest first."""
@@ -54,12 +56,23 @@ class Checkpoints:
     def restore(self, step: int, like: T) -> T:
         """The state saved at `step`, with the structure, types and sharding of `like`."""
         wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _table(like))
+        self._check_fits(step, wanted)
         try:
             found = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
         except (ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"checkpoint {step} does not fit the model of this recipe ({reason})") from None
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in _names(like)])
+
+    def _check_fits(self, step: int, wanted: dict[str, Any]) -> None:
+        """Compares names and shapes first: Orbax finds out in the middle of its threads, and they say so on stderr."""
+        saved = {name: tuple(a.shape) for name, a in self._manager.item_metadata(step).items()}
+        for name, array in wanted.items():
+            if saved.get(name) != array.shape:
+                found = f"has shape {saved[name]}" if name in saved else "is missing"
+                raise UserError(
+                    f"checkpoint {step} does not fit the model of this recipe: {name} {found}, wanted {array.shape}"
+                )
 
     def wait(self) -> None:
         """Returns once all that was saved is on disk."""

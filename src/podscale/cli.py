@@ -110,9 +110,9 @@ def _predict(arguments: argparse.Namespace) -> Any:
     console = _console(arguments)
     found = inference.predict(run, arguments.images, arguments.checkpoint)
     for picture in found:
-        console.print(f"[bold]{picture['image']}[/bold]", highlight=False)
+        console.print(picture["image"], style="bold", highlight=False, markup=False)
         for guess in picture["top"]:
-            console.print(f"  {guess['probability']:6.1%}  {guess['class']}", highlight=False)
+            console.print(f"  {guess['probability']:6.1%}  {guess['class']}", highlight=False, markup=False)
     return {"run": str(run.folder), "images": found}
 
 
@@ -224,8 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
 
     evaluate = _verb(verbs, "eval", _eval, "evaluate a run's checkpoint, exactly", "eval --run runs/mine")
-    _takes_fields(evaluate, SECTIONS.items())
+    _takes_fields(evaluate, [("data", SECTIONS["data"])])  # another data set, or the same one elsewhere
     _takes_run(evaluate)
+    _takes_machine(evaluate)
 
     predict = _verb(verbs, "predict", _predict, "name what is on pictures", "predict cat.jpg --run runs/mine")
     predict.add_argument("images", nargs="+", metavar="IMAGE", help="picture files")
@@ -239,7 +240,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _verb(verbs, "recipes", _recipes, "list the recipes that come with podscale", "recipes")
 
-    bench = verbs.add_parser("bench", help="measure this machine", allow_abbrev=False)
+    example = "example: podscale bench step --images 256"
+    bench = verbs.add_parser("bench", help="measure this machine", epilog=example, allow_abbrev=False)
     kinds = bench.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
     step = _verb(kinds, "step", _bench_step, "time the training step on made-up data", "bench step --images 256")
     _takes_recipe(step, "resnet50-imagenet-4k")
@@ -275,7 +277,6 @@ def _takes_machine(parser: argparse.ArgumentParser) -> None:
 def _takes_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="the run's folder (default: the newest under runs/)")
     parser.add_argument("--checkpoint", default="best", metavar="WHICH", help="best, newest, or a step (default: best)")
-    _takes_machine(parser)
 
 
 def _takes_fields(parser: argparse.ArgumentParser, sections: Any) -> None:

@@ -50,7 +50,10 @@ def coerce(where: str, value: Any, kind: Any) -> Any:
             raise UserError(f"{where} must be a list, not {value!r}")
         return tuple(coerce(where, v, typing.get_args(kind)[0]) for v in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError(f"{where} is too large for a number") from None
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise UserError(f"{where} must be {_kind_name(kind)}, not {value!r}")
     return value
@@ -62,7 +65,8 @@ def _from_text(where: str, text: str, kind: Any) -> Any:
         return [part.strip("'\"") for part in parts if part]
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # ValueError: no TOML, or more digits than Python reads
+        text = text if len(text) <= 40 else text[:40] + "..."
         raise UserError(f"{where} must be {_kind_name(kind)}, not {text!r}") from None
 
 

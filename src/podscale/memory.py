@@ -35,6 +35,7 @@ def footprint(
     return Memory(
         parameters=_bytes(params) * (averages + 1) + _bytes(stats) * averages,  # the gradient is one more
         optimizer=_bytes(jax.eval_shape(optimizer.init, params)),
+        input_per_image=image_bytes,
         activations_per_image=int(KEPT_PER_OUTPUT * _output_bytes(recipe, net, params, stats)) + 3 * image_bytes,
     )
 

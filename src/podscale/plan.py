@@ -18,6 +18,7 @@ from podscale.options import Options
 from podscale.pod import TILE, Pod
 from podscale.recipe import Recipe
 
+BATCHES_IN_FLIGHT = 3  # one in use and two ahead of it
 SPARE = 0.85  # share of a device's memory that a plan may fill; the rest is for the compiler's temporaries
 
 
@@ -36,11 +37,13 @@ class Memory:
 
     parameters: int = 0
     optimizer: int = 0
-    input: int = 0
+    input_per_image: int = 0
     activations_per_image: int = 0
 
-    def total(self, images: int) -> int:
-        return self.parameters + self.optimizer + self.input + self.activations_per_image * images
+    def total(self, micro_images: int, input_images: int) -> int:
+        """With so many images at work and so many waiting, already on the device."""
+        waiting, at_work = self.input_per_image * input_images, self.activations_per_image * micro_images
+        return self.parameters + self.optimizer + waiting + at_work
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class Plan:
     def micro_images(self) -> int:
         """Images per device and micro-batch."""
         return self.images_per_device // self.micro_batches
+
+    @property
+    def input_images(self) -> int:
+        """Images on a device that are in use or wait for it."""
+        return self.images_per_device * self.steps_per_call * BATCHES_IN_FLIGHT
 
     @property
     def tile_devices(self) -> int:
@@ -104,6 +112,7 @@ class Plan:
     def eval_steps(self) -> list[int]:
         """Numbers of updates after which the model is evaluated; the last is always among them."""
         every, epochs = (Fraction(str(e)) for e in (self.recipe.train.eval_epochs, self.recipe.train.epochs))
+        every = max(every, Fraction(self.recipe.batch.size, self.counts.train))  # no more often than every update
         due = (self.recipe.steps(self.counts.train, k * every) for k in range(1, int(epochs / every) + 1))
         return sorted({*due, self.steps})
 
@@ -116,7 +125,7 @@ class Plan:
         """Step ranges of the compiled calls from `start` on: fixed absolute ranges, whatever was done before."""
         S = self.steps_per_call
         cuts = sorted({0, *range(S, self.steps, S), *self.save_points()})
-        return [range(a, b) for a, b in pairwise(cuts) if a >= start]
+        return [range(max(a, start), b) for a, b in pairwise(cuts) if b > start]
 
     # --- words ---
 
@@ -124,11 +133,12 @@ class Plan:
         """The plan as names and values, for people."""
         p, b, h, w = self.pod, self.recipe.batch, *self.tile
         if b.span <= self.micro_images:
-            norm = f"{self.micro_images // b.span} groups of {b.span} inside each device"
+            many = self.micro_images // b.span
+            norm = f"{many} group{'s' * (many > 1)} of {b.span} inside each device"
         else:
             norm = f"groups of {b.span} over tiles of {h}x{w} chips" + (f" x {p.cores} cores" if p.cores > 1 else "")
         lanes = self.recipe.data.lanes
-        need = self.memory.total(self.micro_images)
+        need = self.memory.total(self.micro_images, self.input_images)
         return [
             ("recipe", f"{self.recipe.name} {self.recipe.digest()}"),
             ("data", f"{self.counts.train:,} train, {self.counts.val:,} val, {self.counts.classes:,} classes"),
@@ -162,7 +172,7 @@ class Plan:
             "bytes_per_device": {
                 "parameters": self.memory.parameters,
                 "optimizer": self.memory.optimizer,
-                "input": self.memory.input,
+                "input": self.memory.input_per_image * self.input_images,
                 "activations": self.memory.activations_per_image * self.micro_images,
                 "limit": self.pod.memory_bytes,
             },
@@ -171,7 +181,8 @@ class Plan:
 
 def lanes_per_host(plan: Plan) -> int:
     """The most lanes that one host reads; neighbours share a lane where hosts do not divide the lanes."""
-    return math.ceil(plan.recipe.data.lanes / plan.pod.hosts)
+    lanes, hosts = plan.recipe.data.lanes, plan.pod.hosts  # host h reads lanes from h*K/H up to (h+1)*K/H
+    return max(-(-(h + 1) * lanes // hosts) - h * lanes // hosts for h in range(hosts))
 
 
 def _plural_hosts(pod: Pod) -> str:
@@ -199,6 +210,7 @@ def make(
     >>> plan.tile, plan.images_per_device, plan.steps
     ((1, 2), 32, 337)
     """
+    _check_options(options)
     B, N = recipe.batch.size, pod.size
     if B % N:
         sizes = (B // N * N, (B // N + 1) * N)
@@ -211,7 +223,7 @@ def make(
         counts=counts,
         tile=tile,
         micro_batches=micro_batches,
-        steps_per_call=options.steps_per_call or _steps_per_call(recipe, pod),
+        steps_per_call=_steps_per_call(recipe, pod, options),
         eval_images=options.eval_images or _eval_images(B // N // micro_batches, counts.val, N),
         summation=_summation(pod, options),
         payload=options.payload,
@@ -220,6 +232,12 @@ def make(
         keep=options.keep,
         memory=memory,
     )
+
+
+def _check_options(options: Options) -> None:
+    for field, value in vars(options).items():
+        if isinstance(value, int) and value < 0:
+            raise UserError(f"plan.{field} must be 0 or more, not {value}")
 
 
 def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory) -> tuple[int, tuple[int, int]]:
@@ -236,7 +254,8 @@ def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory) -> tupl
         spans = [s for s in _divisors(recipe.batch.size) if any(tile_for(s, images // M, pod) for M in counts)]
         where = f"{images // counts[0]} images per device on a {pod.shape} torus"
         raise UserError(f"batch.span {span} does not fit {where}; {nearest_numbers(span, spans)}")
-    roomy = [f for f in fitting if memory.total(images // f[0]) <= SPARE * pod.memory_bytes]
+    waiting = images * _steps_per_call(recipe, pod, options) * BATCHES_IN_FLIGHT
+    roomy = [f for f in fitting if memory.total(images // f[0], waiting) <= SPARE * pod.memory_bytes]
     return roomy[0] if roomy else fitting[-1]
 
 
@@ -265,10 +284,10 @@ def _summation(pod: Pod, options: Options) -> str:
     return "xla" if options.summation == "auto" else options.summation
 
 
-def _steps_per_call(recipe: Recipe, pod: Pod) -> int:
+def _steps_per_call(recipe: Recipe, pod: Pod, options: Options) -> int:
     """One on CPUs, where loops around convolutions are slow; else as many as keep the input under 256 MiB, up to 8."""
-    if pod.kind == "cpu":
-        return 1
+    if options.steps_per_call or pod.kind == "cpu":
+        return options.steps_per_call or 1
     image_bytes = 3 * recipe.data.image_size**2
     return max(1, min(8, (256 << 20) // (recipe.batch.size // pod.size * image_bytes)))
 

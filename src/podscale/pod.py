@@ -126,7 +126,10 @@ def find(shape: str = "", virtual: str = "") -> Pod:
 def of(devices: list[Any], shape: str) -> Pod:
     """Given devices as an RxC torus; for tests and notebooks that use a part of what is there."""
     rows, cols = parse_shape(shape)
-    return _laid_out(devices[: rows * cols], rows, cols)
+    wanted = rows * cols * _cores(devices)
+    if len(devices) < wanted:
+        raise UserError(f"a {shape} torus needs {wanted} devices, but there are {len(devices)}")
+    return _laid_out(devices[:wanted], rows, cols)
 
 
 # --- many processes ----------------------------------------------------------------------------------------------

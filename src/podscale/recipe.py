@@ -141,6 +141,10 @@ class Recipe:
     def __post_init__(self) -> None:
         _check(self)
 
+    def override(self, changes: dict[str, Any]) -> "Recipe":
+        """A copy with `{"section.field": value}` applied; see the function of that name."""
+        return override(self, changes)
+
     def to_dict(self) -> dict[str, Any]:
         """Sections and fields as plain JSON-ready values, without the name and the text that describe them."""
         return {section: _plain(getattr(self, section)) for section in SECTIONS}
@@ -152,7 +156,7 @@ class Recipe:
             lines += [
                 "",
                 f"[{section}]",
-                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()),
+                *(f"{key} = {_toml(value)}" for key, value in fields.items()),
             ]
         return "\n".join(lines) + "\n"
 
@@ -179,6 +183,10 @@ SECTIONS: dict[str, type] = {
 }
 
 
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character JSON lets pass
+
+
 def _plain(section: Any) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(section).items()}
 
@@ -195,30 +203,40 @@ def presets() -> dict[str, str]:
 def load(name: str | Path = "digits") -> Recipe:
     """The preset of that name, or the recipe in that TOML file."""
     text, stem = _text(str(name))
-    try:
-        return parse(text, name=stem)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"recipe {name} is not valid TOML: {error}") from None
+    return parse(text, name=stem)
 
 
 def _text(name: str) -> tuple[str, str]:
     if name.endswith(".toml"):
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(f"there is no recipe file {name}")
-        return path.read_text(), path.stem
+        return read(Path(name)), Path(name).stem
     if name not in presets():
         raise UserError(f"there is no recipe {name!r}: {nearest(name, presets())}")
     return resources.files("podscale.recipes").joinpath(f"{name}.toml").read_text(), name
 
 
+def read(path: Path) -> str:
+    """The text of a recipe file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"there is no recipe file {path}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the recipe file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the recipe file {path} is not text in UTF-8") from None
+
+
 def parse(text: str, name: str = "unnamed") -> Recipe:
     """A recipe from TOML text: tables named like the sections, keys named like their fields."""
-    tables = tomllib.loads(text)
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"recipe {name} is not valid TOML: {error}") from None
     changes: dict[str, Any] = {}
     for section, fields in tables.items():
         if not isinstance(fields, dict):
-            raise UserError(f"recipe {name}: {section} stands outside any section; the sections are {_listed()}")
+            raise UserError(f"recipe {name}: {section!r} stands outside any section; the sections are {_listed()}")
+        _known_section(section)
         changes |= {f"{section}.{key}": value for key, value in fields.items()}
     return override(Recipe(name=name, doc=_opening_comment(text)), changes)
 
@@ -228,12 +246,16 @@ def override(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     sections: dict[str, dict[str, Any]] = {}
     for dotted, value in changes.items():
         section, _, field = dotted.partition(".")
-        if section not in SECTIONS:
-            raise UserError(f"a recipe has no section {section!r}: {nearest(section, SECTIONS)}")
+        _known_section(section)
         sections.setdefault(section, {})[field] = value
     return dataclasses.replace(
         recipe, **{name: changed(getattr(recipe, name), name, values) for name, values in sections.items()}
     )
+
+
+def _known_section(name: str) -> None:
+    if name not in SECTIONS:
+        raise UserError(f"a recipe has no section {name!r}: {nearest(name, SECTIONS)}")
 
 
 def _listed() -> str:
@@ -262,11 +284,10 @@ def _opening_comment(text: str) -> str:
 def _check(recipe: Recipe) -> None:
     _check_ranges(recipe)
     size, span, lanes = recipe.batch.size, recipe.batch.span, recipe.data.lanes
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    if size % span:
-        raise UserError(f"batch.span {span} does not divide batch.size {size}; {nearest_numbers(span, divisors)}")
-    if size % lanes:
-        raise UserError(f"data.lanes {lanes} does not divide batch.size {size}; {nearest_numbers(lanes, divisors)}")
+    for field, part in (("batch.span", span), ("data.lanes", lanes)):
+        if size % part:
+            divisors = [d for d in range(1, size + 1) if size % d == 0]
+            raise UserError(f"{field} {part} does not divide batch.size {size}; {nearest_numbers(part, divisors)}")
     for field in ("mean", "std"):
         if len(getattr(recipe.data, field)) != 3:
             raise UserError(f"data.{field} needs three numbers, one a channel, not {getattr(recipe.data, field)}")
@@ -298,5 +319,9 @@ def _check_ranges(recipe: Recipe) -> None:
     require(_POSITIVE, lambda v: 0 < v < float("inf"), "above 0")
     require(_SHARES, lambda v: 0 <= v <= 1, "between 0 and 1")
     require(_AT_LEAST_ZERO, lambda v: 0 <= v < float("inf"), "0 or more")
+    require(["data.mean"], math.isfinite, "finite")
+    require(["schedule.milestones"], lambda v: 0 <= v < float("inf"), "0 or more")
+    require(["train.seed"], lambda v: v < 2**63, "below 2**63")
+    require(["batch.size"], lambda v: v <= 2**24, "at most 2**24")
     require(["augment.max_aspect"], lambda v: 1 <= v < float("inf"), "at least 1")
     require(["augment.magnitude"], lambda v: v <= 30, "at most 30")

@@ -10,6 +10,7 @@ The same command on the same folder resumes. A folder never holds two recipes.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,17 +42,21 @@ class Run:
             differences = _differences(cls.load(folder).recipe, recipe)
             if differences:
                 raise UserError(f"{folder} holds a run of another recipe ({differences}); choose another with --run")
-        elif folder.exists() and any(folder.iterdir()):
+        elif folder.exists() and any(path.suffix != ".part" for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; choose another folder with --run")
 
     @classmethod
     def create(cls, folder: Path, recipe: Recipe, plan: dict[str, Any], classes: tuple[str, ...]) -> "Run":
         """The folder of a run that begins or resumes."""
         cls.check(folder, recipe)
-        folder.mkdir(parents=True, exist_ok=True)
+        _check_data(folder, plan, classes)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the run folder {folder}: {error.strerror}") from None
+        write_atomically(folder / "recipe.toml", recipe.to_toml())  # first: it makes the folder a run's
         write_atomically(folder / "classes.json", json.dumps(list(classes)))
         write_atomically(folder / "plan.json", json.dumps(plan, indent=1))
-        write_atomically(folder / "recipe.toml", recipe.to_toml())
         return cls(folder, recipe)
 
     @classmethod
@@ -60,8 +65,11 @@ class Run:
         path = Path(folder) / "recipe.toml"
         if not path.is_file():
             raise UserError(f"there is no run in {folder}: it has no recipe.toml")
-        text = path.read_text()
-        return cls(Path(folder), recipes.parse(text, name=recipes.title(text) or Path(folder).name))
+        text = recipes.read(path)
+        try:
+            return cls(Path(folder), recipes.parse(text, name=recipes.title(text) or Path(folder).name))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
 
     @classmethod
     def newest(cls, under: str | Path = "runs") -> "Run":
@@ -96,18 +104,39 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
+def to_json(values: dict[str, Any], indent: int | None = None) -> str:
+    """JSON as the standard has it: a number that is none, such as a diverged loss, is null.
+
+    >>> to_json({"loss": float("nan"), "step": 1})
+    '{"loss": null, "step": 1}'
+    """
+    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(known, indent=indent)
+
+
 def whole_lines(path: Path) -> list[str]:
     """The lines of a file that may not exist, without the half line that a killed process may have left at its end."""
     return [line for line in path.read_text().split("\n")[:-1] if line] if path.exists() else []
 
 
+def _check_data(folder: Path, plan: dict[str, Any], classes: tuple[str, ...]) -> None:
+    """Refuses to go on with other data than the run began with."""
+    if (folder / "classes.json").exists() and tuple(json.loads((folder / "classes.json").read_text())) != classes:
+        raise UserError(f"{folder} holds a run on data with other classes; choose another folder with --run")
+    if (folder / "plan.json").exists():
+        before, now = json.loads((folder / "plan.json").read_text())["counts"], plan["counts"]
+        if before != now:
+            told = ", ".join(f"{before[k]} {k}, now {now[k]}" for k in now if before[k] != now[k])
+            raise UserError(f"{folder} holds a run on other data ({told}); choose another folder with --run")
+
+
 def _differences(old: Recipe, new: Recipe) -> str:
-    """What differs, in words: "train.seed 0, now 1"."""
+    """What differs, in words: "train.seed 0, now 1". Where the data lies is the machine's affair, not the recipe's."""
     before, after = old.to_dict(), new.to_dict()
     found = [
         f"{section}.{field} {value}, now {after[section][field]}"
         for section, fields in before.items()
         for field, value in fields.items()
-        if value != after[section][field]
+        if value != after[section][field] and (section, field) != ("data", "path")
     ]
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")

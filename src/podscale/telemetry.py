@@ -13,8 +13,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from podscale.run import whole_lines
+from podscale.run import to_json, whole_lines, write_atomically
 
 PLAIN_EVERY_S = 5.0  # between lines where there is no terminal to draw a bar on
 
@@ -49,13 +50,13 @@ class Journal:
 
         path = folder / "metrics.jsonl"
         kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= start] if start else []
-        path.write_text("".join(f"{line}\n" for line in kept))
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
         self._file: TextIO = path.open("a")
         self._board = Writer(str(folder / "tensorboard"))
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """One line, and one point in each curve."""
-        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self._file.write(to_json({"event": event, "step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
             if isinstance(value, int | float):
@@ -101,6 +102,6 @@ def table(title: str, rows: list[tuple[str, str]]) -> Table:
     grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
+    for name, value in rows:
+        grid.add_row(name, Text(value))  # a name of the user's is text, whatever brackets are in it
     return grid

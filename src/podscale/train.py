@@ -1,7 +1,8 @@
 """The train-and-evaluate loop: recipe + pod -> a trained model in a run folder. Read it from top to bottom."""
 
-import json
+import sys
 import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.report import page
-from podscale.run import Run, write_atomically
+from podscale.run import Run, to_json, write_atomically
 from podscale.step import State
 from podscale.telemetry import Display, Journal, Ledger, table
 
@@ -198,7 +199,7 @@ class _Loop:
     def run_from(self, start: int) -> dict[str, Any]:
         plan = self.job.plan
         calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
-        if not calls:
+        if not calls or self._reached_before():
             return self._finished_before()
         with self.ledger.measure("compile"):
             call = self._compiled()
@@ -265,9 +266,12 @@ class _Loop:
         text = (
             f"epoch {done.stop / self.job.plan.steps_per_epoch:.1f}  step {done.stop:,}/{self.job.plan.steps:,}  "
             f"loss {found.loss[len(done) - 1]:.3f}  train accuracy {found.accuracy[len(done) - 1]:.1%}  "
-            f"val {self.last_eval.get('accuracy', self.best):.2%}  {rate:,.0f} images/s  input wait {waited:.0%}"
+            f"{self._val()}{rate:,.0f} images/s  input wait {waited:.0%}"
         )
         self.display.show(done.stop, text)
+
+    def _val(self) -> str:
+        return f"val {self.last_eval['accuracy']:.2%}  " if self.last_eval else ""
 
     def _evaluate(self, step: int) -> dict[str, float]:
         with self.ledger.measure("evaluate"):
@@ -320,10 +324,32 @@ class _Loop:
             }
         self._write("end", step, seconds=summary["train_s"])
         if self.speaks:
-            write_atomically(self.run.folder / "summary.json", json.dumps(summary, indent=1))
+            write_atomically(self.run.folder / "summary.json", to_json(summary, indent=1))
             page.write(self.run)
         return summary
 
+    def _reached_before(self) -> bool:
+        evaluations = [m for m in self.run.metrics() if m["event"] == "eval"]
+        return bool(self.until and any(m[self.until.metric] >= self.until.value for m in evaluations))
+
     def _finished_before(self) -> dict[str, Any]:
-        self.console.print(f"{self.run.folder} is already trained to its end", highlight=False)
-        return self.run.summary()
+        self.console.print(f"{self.run.folder} has already come to its end", highlight=False)
+        return self.run.summary() or self._summary_from_metrics()
+
+    def _summary_from_metrics(self) -> dict[str, Any]:
+        """For a run that was killed after its last checkpoint and before its summary."""
+        evaluations = [m for m in self.run.metrics() if m["event"] == "eval"]
+        self.last_eval = evaluations[-1] if evaluations else self.evaluator(self.state)
+        self.best = max(self.best, self.last_eval["accuracy"])
+        self.first_batch_at, self.journal = time.perf_counter(), None
+        return self._summary(self.job.plan.steps)
+
+
+class _Verb(types.ModuleType):
+    """`podscale.train` is the room and the verb: calling the module trains."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return train(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Verb
