@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from podscale import models, norm, optim, pod, step, train
+from podscale import job as jobs
+from podscale import models, norm, optim, pod, step
 from podscale import recipe as recipes
 from podscale.data import augment, decode, loader
 from podscale.data.index import open_index
@@ -55,7 +56,7 @@ def small(precision="float32", **changes):
 def on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", payload="float32"):
     """Losses of all steps, and the state at the end, on a pod."""
     options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, payload=payload)
-    job = train.prepare(recipe, pod.of(jax.devices(), shape), options)
+    job = jobs.prepare(recipe, pod.of(jax.devices(), shape), options)
     call = step.train_call(job.net, job.plan, job.optimizer, job.mesh)
     state, losses = job.state, []
     with loader.train_batches(job.data.train, job.plan, job.plan.calls(), batch_sharding(job.mesh, axis=2)) as batches:
@@ -145,7 +146,7 @@ def test_a_bfloat16_payload_stays_close_and_is_not_the_same(plain_float32):
 
 
 def test_replicas_hold_the_same_bits_after_training():
-    job = train.prepare(small(), pod.of(jax.devices(), "2x2"), Options(summation="torus", payload="bfloat16"))
+    job = jobs.prepare(small(), pod.of(jax.devices(), "2x2"), Options(summation="torus", payload="bfloat16"))
     call, state = step.train_call(job.net, job.plan, job.optimizer, job.mesh), job.state
     with loader.train_batches(job.data.train, job.plan, job.plan.calls(), batch_sharding(job.mesh, axis=2)) as batches:
         for batch in batches:
@@ -161,8 +162,8 @@ def test_every_evaluation_example_counts_once_on_every_pod(shape):
     """360 examples over device counts that do and do not divide them; all counts are whole numbers."""
     size = 72 if shape == "3x3" else 64
     recipe = small(**{"batch.size": size, "batch.span": 8 if size == 72 else 16})
-    job = train.prepare(recipe, pod.of(jax.devices(), shape), Options(eval_images=7))
-    found = train.Evaluator(job)(job.state)
+    job = jobs.prepare(recipe, pod.of(jax.devices(), shape), Options(eval_images=7))
+    found = jobs.Evaluator(job)(job.state)
     pixels = loader.eval_pictures(job.data.val, range(len(job.data.val)), recipe)
     logits = job.net.evaluate(
         *jax.device_get((job.state.params, job.state.stats)), augment.normalize(recipe, jnp.asarray(pixels))

@@ -13,13 +13,14 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+from podscale import job as jobs
 from podscale import pod, train
 from podscale import recipe as recipes
 from podscale.checkpoint import Checkpoints
 from podscale.errors import UserError
 from podscale.options import Options
 from podscale.run import Run
-from podscale.train import Until
+from podscale.until import Until
 
 QUIET = Console(quiet=True)
 
@@ -46,7 +47,7 @@ def torus(shape="2x2"):
 
 def arrays(folder, shape="2x2"):
     """All arrays of the newest checkpoint."""
-    job = train.prepare(Run.load(folder).recipe, torus(shape))
+    job = jobs.prepare(Run.load(folder).recipe, torus(shape))
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
         return jax.device_get(checkpoints.restore(checkpoints.newest(), job.state))
 
@@ -110,7 +111,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed, recipe):
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_first_array_that_differs(undisturbed, recipe):
-    wider = train.prepare(recipes.override(recipe, {"model.width": 16}), torus()).state
+    wider = jobs.prepare(recipes.override(recipe, {"model.width": 16}), torus()).state
     with (
         Checkpoints(undisturbed[0] / "checkpoints", read_only=True) as checkpoints,
         pytest.raises(UserError, match=r"params/layers/0/conv/kernel has shape \(3, 3, 3, 8\), wanted \(3, 3, 3, 16\)"),

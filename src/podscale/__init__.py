@@ -2,7 +2,7 @@
 
     import podscale
 
-    recipe = podscale.load("digits").override({"train.epochs": 10})
+    recipe = podscale.load("digits").override({"train.epochs": 2})
     summary = podscale.train(recipe, pod=podscale.find(virtual="2x2"))
 
 Names are imported when they are first used, so that `import podscale` does not import JAX.
@@ -22,7 +22,7 @@ _HOMES = {
     "Options": "podscale.options",
     "planned": "podscale.memory",
     "Run": "podscale.run",
-    "Until": "podscale.train",
+    "Until": "podscale.until",
     "evaluate": "podscale.inference",
     "predict": "podscale.inference",
     "register": "podscale.models",

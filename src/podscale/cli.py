@@ -18,6 +18,7 @@ from podscale.errors import UserError, nearest
 from podscale.fields import changed
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS, Recipe
+from podscale.until import Until
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -62,9 +63,9 @@ def _kept_clean() -> Iterator[TextIO]:
 
 def _train(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
+    until = Until.parse(arguments.until) if arguments.until else None
     from podscale import train
 
-    until = train.Until.parse(arguments.until) if arguments.until else None
     console = _console(arguments)
     summary = train.train(
         recipe,
@@ -79,13 +80,12 @@ def _train(arguments: argparse.Namespace) -> Any:
 
 def _spoken(summary: dict[str, Any], console: Any) -> dict[str, Any] | None:
     """The summary in words; None in all processes but the first, which alone speaks."""
-    import jax
+    from podscale.pod import speaks
+    from podscale.report import words
 
-    from podscale import report
-
-    if jax.process_index():
+    if not speaks():
         return None
-    report.show(summary, console)
+    words.show(summary, console)
     return summary
 
 
@@ -118,11 +118,12 @@ def _predict(arguments: argparse.Namespace) -> Any:
 
 def _plan(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
-    from podscale import memory, pod, telemetry
+    from podscale import memory, pod
+    from podscale.report import words
 
     where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
     plan = memory.planned(recipe, where, _plan_options(arguments))
-    _console(arguments).print(telemetry.table("plan", plan.rows()))
+    _console(arguments).print(words.table("plan", plan.rows()))
     return plan.to_dict() | {"recipe": recipe.name}
 
 
@@ -205,6 +206,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _options() -> list[str]:
     own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
+    own += ["--processes", "--process"]
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 

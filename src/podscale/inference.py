@@ -12,12 +12,12 @@ from podscale.checkpoint import Checkpoints
 from podscale.data import loader
 from podscale.data.index import files_index
 from podscale.errors import UserError, nearest
+from podscale.job import Evaluator, prepare
 from podscale.models.functional import Functional, functional
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.run import Run
 from podscale.step import State
-from podscale.train import Evaluator, prepare
 
 TOP = 5
 PICTURES_AT_ONCE = 64
@@ -28,9 +28,13 @@ def open_run(folder: str | None) -> Run:
     return Run.load(folder) if folder else Run.newest()
 
 
-def evaluate(run: Run, pod: Pod, options: Options, which: str = "best") -> dict[str, Any]:
+def evaluate(
+    run: Run, pod: Pod, options: Options = Options(), which: str = "best", model: nnx.Module | None = None
+) -> dict[str, Any]:
     """Accuracy and loss of a checkpoint over all validation examples of the recipe's data."""
-    job = prepare(run.recipe, pod, options)
+    job = prepare(run.recipe, pod, options, model)
+    if job.data.classes != run.classes():
+        raise UserError(f"{run.recipe.data.path} has other classes than {run.folder} was trained on")
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         step = _step(run, checkpoints, which)
         state = checkpoints.restore(step, job.state)

@@ -14,6 +14,7 @@ from flax import nnx
 from podscale import models, optim
 from podscale import plan as plans
 from podscale.data.index import open_index
+from podscale.data.order import Order
 from podscale.models.functional import Functional, Tree, functional
 from podscale.norm import Groups
 from podscale.options import Options
@@ -64,6 +65,7 @@ def planned(recipe: Recipe, pod: Pod, options: Options) -> Plan:
     else:
         found = open_index(data)
         counts = Counts(len(found.train), len(found.val), len(found.classes))
+    Order(counts.train, data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
     model = nnx.eval_shape(lambda: models.build(recipe.model, counts.classes, data.image_size))
     net, params, stats = functional(model)
     optimizer = optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0))

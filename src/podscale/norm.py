@@ -52,9 +52,11 @@ class BatchNorm(nnx.Module):
         self.groups = Groups()
         self.use_running_average = True
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if self.use_running_average:
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
+        if self.use_running_average if use_running_average is None else use_running_average:
             return _affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), self.scale[...], self.bias[...])
+        if hasattr(self, "moments"):
+            raise UserError("a batch norm is used twice in one pass of the model; give each place one of its own")
         y, moments = normalize(x, self.scale[...], self.bias[...], self.groups, self.epsilon)
         self.moments = Moments(moments)
         return y
@@ -66,7 +68,8 @@ def running_update(stats: Any, moments: Any, momentum: float) -> Any:
         mean, var = moments["moments"]
         seen = {"mean": mean, "var": var}
         return {k: momentum * stats[k] + (1 - momentum) * seen[k] for k in stats}
-    return {k: running_update(stats[k], moments[k], momentum) for k in stats}
+    # A batch norm that the model never used saw nothing and stays as it is.
+    return {k: running_update(stats[k], moments[k], momentum) if k in moments else stats[k] for k in stats}
 
 
 # --- the function ------------------------------------------------------------------------------------------------
@@ -147,10 +150,11 @@ def _over_tile(sums: jax.Array, groups: Groups) -> jax.Array:
 
 def distribute(model: nnx.Module) -> nnx.Module:
     """Replaces every flax `nnx.BatchNorm` in `model` by the distributed one, weights and statistics kept, in place."""
+    ours: dict[int, BatchNorm] = {}  # one that stands under two names stays one
     for _, module in list(nnx.iter_modules(model)):
         for name, child in list(vars(module).items()):
             if isinstance(child, nnx.BatchNorm):
-                setattr(module, name, _converted(child))
+                setattr(module, name, ours.setdefault(id(child), _converted(child)))
     return model
 
 

@@ -149,7 +149,10 @@ class Plan:
             ("summation", f"{self.summation}, {self.payload} payload"),
             ("input", f"{lanes} lane{'s' * (lanes > 1)}, {lanes_per_host(self)} a host"),
             ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} an epoch), {self.steps_per_call} a call"),
-            ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB a device"),
+            (
+                "memory",
+                f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB a device" + _too_much(need, p),
+            ),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,6 +190,10 @@ def lanes_per_host(plan: Plan) -> int:
 
 def _plural_hosts(pod: Pod) -> str:
     return f", {pod.hosts} hosts" if pod.hosts > 1 else ""
+
+
+def _too_much(need: int, pod: Pod) -> str:
+    return ": more than there is, even in slices of one group" if need > pod.memory_bytes else ""
 
 
 def _slices(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podscale.errors import UserError, nearest
@@ -109,6 +110,8 @@ def find(shape: str = "", virtual: str = "") -> Pod:
     """
     if virtual:
         rows, cols = parse_shape(virtual)
+        if jax.distributed.is_initialized():
+            raise UserError("pod.virtual is for one process; with several, pod.shape lays out what they have")
         return _laid_out(_virtual_devices(rows * cols), rows, cols)
     devices = list(jax.devices())
     if shape:
@@ -155,6 +158,18 @@ def _launched() -> bool:
     counts = [os.environ.get(name, "") for name in _PROCESS_COUNTS]
     several = any(count.isdecimal() and int(count) > 1 for count in counts)
     return several or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+
+
+def speaks() -> bool:
+    """Whether this is the process that writes files and talks to people: the first."""
+    return bool(jax.process_index() == 0)
+
+
+def agreed(decision: bool) -> bool:
+    """The first process's decision, in all of them: what each sees of a shared folder may differ for a while."""
+    if jax.process_count() == 1:
+        return decision
+    return bool(multihost_utils.broadcast_one_to_all(np.asarray(decision)))
 
 
 # --- laying out --------------------------------------------------------------------------------------------------

@@ -46,10 +46,21 @@ class Run:
             raise UserError(f"{folder} is not empty and holds no run; choose another folder with --run")
 
     @classmethod
+    def check_data(cls, folder: Path, plan: dict[str, Any], classes: tuple[str, ...]) -> None:
+        """Refuses to go on with other data than the run began with."""
+        names, before = _read_json(folder / "classes.json"), _read_json(folder / "plan.json")
+        if names is not None and tuple(names) != classes:
+            raise UserError(f"{folder} holds a run on data with other classes; choose another folder with --run")
+        if before is not None and before.get("counts") != plan.get("counts"):
+            old, new = before.get("counts", {}), plan.get("counts", {})
+            told = ", ".join(f"{old.get(k)} {k}, now {new[k]}" for k in new if old.get(k) != new[k])
+            raise UserError(f"{folder} holds a run on other data ({told}); choose another folder with --run")
+
+    @classmethod
     def create(cls, folder: Path, recipe: Recipe, plan: dict[str, Any], classes: tuple[str, ...]) -> "Run":
         """The folder of a run that begins or resumes."""
         cls.check(folder, recipe)
-        _check_data(folder, plan, classes)
+        cls.check_data(folder, plan, classes)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -85,7 +96,10 @@ class Run:
 
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the model's outputs."""
-        return tuple(json.loads((self.folder / "classes.json").read_text()))
+        names = _read_json(self.folder / "classes.json")
+        if names is None:
+            raise UserError(f"the run in {self.folder} does not name its classes: classes.json is missing or broken")
+        return tuple(names)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl."""
@@ -93,14 +107,13 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty while it has not."""
-        path = self.folder / "summary.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return _read_json(self.folder / "summary.json") or {}
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file that is either all there or not there at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
@@ -114,20 +127,17 @@ def to_json(values: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(known, indent=indent)
 
 
+def _read_json(path: Path) -> Any:
+    """What a JSON file holds; None if there is none, or it is broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
 def whole_lines(path: Path) -> list[str]:
     """The lines of a file that may not exist, without the half line that a killed process may have left at its end."""
     return [line for line in path.read_text().split("\n")[:-1] if line] if path.exists() else []
-
-
-def _check_data(folder: Path, plan: dict[str, Any], classes: tuple[str, ...]) -> None:
-    """Refuses to go on with other data than the run began with."""
-    if (folder / "classes.json").exists() and tuple(json.loads((folder / "classes.json").read_text())) != classes:
-        raise UserError(f"{folder} holds a run on data with other classes; choose another folder with --run")
-    if (folder / "plan.json").exists():
-        before, now = json.loads((folder / "plan.json").read_text())["counts"], plan["counts"]
-        if before != now:
-            told = ", ".join(f"{before[k]} {k}, now {now[k]}" for k in now if before[k] != now[k])
-            raise UserError(f"{folder} holds a run on other data ({told}); choose another folder with --run")
 
 
 def _differences(old: Recipe, new: Recipe) -> str:

@@ -5,17 +5,20 @@ Only the first process speaks. Numbers are read from the devices one call late, 
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
-from podscale.run import to_json, whole_lines, write_atomically
+from podscale.plan import Plan
+from podscale.pod import agreed, speaks
+from podscale.report import page
+from podscale.run import Run, to_json, whole_lines, write_atomically
+from podscale.until import Until
 
 PLAIN_EVERY_S = 5.0  # between lines where there is no terminal to draw a bar on
 
@@ -97,11 +100,150 @@ class Display:
             self._bar.stop()
 
 
-def table(title: str, rows: list[tuple[str, str]]) -> Table:
-    """Names and values as a small table."""
-    grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows:
-        grid.add_row(name, Text(value))  # a name of the user's is text, whatever brackets are in it
-    return grid
+class Teller:
+    """Tells of one training as it goes: journal, display and report; and at its end, the summary.
+
+    All processes keep count alike; only the first one writes and shows.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        schedule: Callable[[int], Any],
+        ledger: Ledger,
+        console: Console,
+        start: int,
+        until: Until | None,
+    ) -> None:
+        self.run, self.plan, self.schedule, self.ledger, self.console = run, plan, schedule, ledger, console
+        self.until, self._start = until, start
+        # Evaluations of a checkpoint that was lost do not count.
+        past = [line for line in run.metrics() if line["step"] <= start] if start else []
+        self._evals = [line for line in past if line["event"] == "eval"]
+        self._earlier_s = _session_seconds(past)
+        self._waiting: tuple[range, Any] | None = None
+        self._images = 0
+        self._journal: Journal | None = None
+        self._display: Display | None = None
+
+    def begin(self) -> None:
+        """The first batch is asked for now."""
+        self._began = self._read = time.perf_counter()
+        self._journal = Journal(self.run.folder, self._start) if speaks() else None
+        self._display = Display(self.console, self.plan.steps, self._start)
+        self._write("start", self._start, devices=self.plan.pod.size, kind=self.plan.pod.kind)
+
+    def trained(self, done: range, metrics: Any) -> None:
+        """A call was started. Tells of the one before it: reading this one's metrics would wait for it."""
+        self.catch_up()
+        self._waiting = (done, metrics)
+
+    def catch_up(self) -> None:
+        """Waits for the last call and tells of it."""
+        if self._waiting is None:
+            return
+        (done, metrics), self._waiting = self._waiting, None
+        found = jax.device_get(metrics)
+        images, now = len(done) * self.plan.recipe.batch.size, time.perf_counter()
+        rate, self._read = images / (now - self._read), now
+        self._images += images
+        for i, step in enumerate(done):
+            values = {name: float(column[i]) for name, column in found._asdict().items()}
+            self._write("train", step + 1, **values, learning_rate=float(self.schedule(step)), images_per_s=rate)
+        if self._display:
+            self._display.show(done.stop, self._line(done.stop, values, rate))
+
+    def _line(self, step: int, values: dict[str, float], rate: float) -> str:
+        waited = self.ledger.seconds["input wait"] / max(time.perf_counter() - self._began, 1e-9)
+        val = f"val {self._evals[-1]['accuracy']:.2%}  " if self._evals else ""
+        return (
+            f"epoch {step / self.plan.steps_per_epoch:.1f}  step {step:,}/{self.plan.steps:,}  "
+            f"loss {values['loss']:.3f}  train accuracy {values['accuracy']:.1%}  {val}"
+            f"{rate:,.0f} images/s  input wait {waited:.0%}"
+        )
+
+    def evaluated(self, step: int, found: dict[str, float]) -> None:
+        """An evaluation, with the time since the first training batch, over restarts."""
+        seconds = time.perf_counter() - self._began
+        self._evals.append({"step": step, **found, "seconds": seconds, "run_s": self._earlier_s + seconds})
+        self._write("eval", step, **{k: v for k, v in self._evals[-1].items() if k != "step"})
+        if self._display:
+            epoch = step / self.plan.steps_per_epoch
+            right = f"{found['accuracy']:.2%} of {found['examples']:,} right"
+            self._display.say(f"epoch {epoch:.1f}: {right} after {self._earlier_s + seconds:.1f} s")
+        if speaks():
+            page.write(self.run)
+
+    def resume_clock(self) -> None:
+        """Neither evaluation nor saving counts against the training rate."""
+        self._read = time.perf_counter()
+
+    def reached(self) -> bool:
+        """Whether an evaluation has reached what is aimed for; all processes agree."""
+        return self.until is not None and agreed(any(self.until.reached(e) for e in self._evals))
+
+    def summary(self, step: int) -> dict[str, Any]:
+        """How the run ended."""
+        parts = self.ledger.parts()
+        busy_s = parts.get("train", 0.0) + parts.get("input wait", 0.0)
+        train_s = time.perf_counter() - self._began
+        found = self._ending(step, parts.get("compile", 0.0)) | {
+            "images_per_s": self._images / busy_s if busy_s else None,
+            "train_s": self._earlier_s + train_s,
+            "seconds": {name: round(s, 3) for name, s in parts.items()},
+        }
+        self._write("end", step, seconds=train_s)
+        if speaks():
+            write_atomically(self.run.folder / "summary.json", to_json(found, indent=1))
+            page.write(self.run)
+        return found
+
+    def past_summary(self) -> dict[str, Any]:
+        """How a run ended that has nothing left to do: what it wrote then, or what its journal still tells."""
+        ending = self._ending(self._start, 0.0)
+        written = self.run.summary()
+        if all(written.get(name) == ending.get(name) for name in ("steps", "until", "accuracy")):
+            return written
+        return ending | {"images_per_s": None, "train_s": self._earlier_s, "seconds": {}}
+
+    def _ending(self, step: int, compile_s: float) -> dict[str, Any]:
+        last = self._evals[-1] if self._evals else {}
+        found = {
+            "run": str(self.run.folder),
+            "recipe": self.run.recipe.name,
+            "steps": step,
+            "accuracy": last.get("accuracy"),
+            "accuracy_top5": last.get("accuracy_top5"),
+            "best_accuracy": max((e["accuracy"] for e in self._evals), default=None),
+            "compile_s": compile_s,
+        }
+        if self.until:
+            at = next((e["run_s"] for e in self._evals if self.until.reached(e)), None)
+            found |= {
+                "until": {self.until.metric: self.until.value},
+                "reached": at is not None,
+                "reached_s": at,
+                "reached_with_compile_s": None if at is None else at + compile_s,
+            }
+        return found
+
+    def _write(self, event: str, step: int, **values: Any) -> None:
+        if self._journal:
+            self._journal.write(event, step, **values)
+
+    def close(self) -> None:
+        if self._display:
+            self._display.close()
+        if self._journal:
+            self._journal.close()
+
+
+def _session_seconds(lines: list[dict[str, Any]]) -> float:
+    """Seconds of training that earlier sessions of a run had told of."""
+    total, session = 0.0, 0.0
+    for line in lines:
+        if line["event"] == "start":
+            total, session = total + session, 0.0
+        session = line.get("seconds", session)
+    return total + session

@@ -1,0 +1,101 @@
+"""Job: a recipe on a pod, ready to train or to evaluate. All that comes before the first compilation, and the last."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from podscale import models, optim
+from podscale import plan as plans
+from podscale import pod as pods
+from podscale import step as steps
+from podscale.data import loader
+from podscale.data.index import Splits, open_index
+from podscale.data.order import Order
+from podscale.memory import footprint
+from podscale.models.functional import Functional, functional
+from podscale.options import Options
+from podscale.plan import Counts, Plan
+from podscale.pod import Pod
+from podscale.recipe import Recipe
+from podscale.step import State
+
+
+class Job(NamedTuple):
+    """Everything that training and evaluation need."""
+
+    recipe: Recipe
+    plan: Plan
+    mesh: Mesh
+    data: Splits
+    net: Functional
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    state: State
+
+
+def prepare(recipe: Recipe, pod: Pod, options: Options = Options(), model: nnx.Module | None = None) -> Job:
+    """Index, model, plan and initial state; `model` replaces the recipe's own."""
+    data = open_index(recipe.data)
+    counts = Counts(len(data.train), len(data.val), len(data.classes))
+    Order(counts.train, recipe.data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
+    model = model or models.build(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
+    net, params, stats = functional(model)
+    schedule = optim.schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
+    optimizer = optim.optimizer(recipe, schedule)
+    plan = plans.make(recipe, pod, counts, options, footprint(recipe, net, params, stats, optimizer))
+    mesh = pod.mesh(plan.tile)
+    state = steps.initial_state(recipe, params, stats, optimizer)
+    state = jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, PartitionSpec()))
+    return Job(recipe, plan, mesh, data, net, optimizer, schedule, state)
+
+
+def compiled_step(job: Job) -> Any:
+    """The train call, compiled ahead of its first use, so that its time is booked as what it is."""
+    plan, size = job.plan, job.recipe.data.image_size
+    sharding = pods.batch_sharding(job.mesh, axis=2)
+    shape = (plan.steps_per_call, plan.micro_batches, job.recipe.batch.size // plan.micro_batches)
+    images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=sharding)
+    labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    call = steps.train_call(job.net, plan, job.optimizer, job.mesh)
+    return call.lower(job.state, images, labels, jax.ShapeDtypeStruct((), np.int32)).compile()
+
+
+def train_batches(job: Job, calls: list[range]) -> loader.Batches:
+    """The job's training data for these calls, prepared in the background."""
+    return loader.train_batches(job.data.train, job.plan, calls, pods.batch_sharding(job.mesh, axis=2))
+
+
+class Evaluator:
+    """Exact evaluation on all devices: every example counts once, whatever the host and device count."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._sharding = pods.batch_sharding(job.mesh)
+        size, count = job.recipe.data.image_size, job.plan.eval_images * job.plan.pod.size
+        images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=self._sharding)
+        labels = jax.ShapeDtypeStruct((count,), np.int32, sharding=self._sharding)
+        call = steps.eval_call(job.net, job.plan, job.mesh)
+        self._call = call.lower(job.state.params, job.state.stats, images, labels, self._empty()).compile()
+
+    def __call__(self, state: State) -> dict[str, float]:
+        """Accuracy, top-5 accuracy and mean loss over all validation examples, by the averaged weights if there are."""
+        job, numbers = self._job, state.average or {"params": state.params, "stats": state.stats}
+        tally = self._empty()
+        with loader.eval_batches(job.data.val, job.recipe, self._sharding, job.plan.eval_images) as batches:
+            for batch in batches:
+                tally = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
+        found = jax.device_get(tally)
+        count = int(found.examples)
+        return {
+            "accuracy": int(found.correct) / count,
+            "accuracy_top5": int(found.correct_top5) / count,
+            "loss": float(found.loss) / count,
+            "examples": count,
+        }
+
+    def _empty(self) -> steps.Tally:
+        return jax.device_put(steps.empty_tally(), NamedSharding(self._job.mesh, PartitionSpec()))

@@ -1,0 +1,47 @@
+"""The plan and the end of a run, in words on a terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> Table:
+    """Names and values as a small table."""
+    grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(name, Text(value))  # a name of the user's is text, whatever brackets are in it
+    return grid
+
+
+def show(summary: dict[str, Any], console: Console) -> None:
+    """The summary of a run, and what to do with it next."""
+    if not summary:
+        return
+    seconds, folder = summary["seconds"], summary["run"]
+    rows = [
+        ("accuracy", f"{summary['accuracy']:.2%} at the end, {summary['best_accuracy']:.2%} at best"),
+        (
+            "time",
+            f"{summary['train_s']:.1f} s from the first batch, {summary['compile_s']:.1f} s of compilation before",
+        ),
+        ("rate", f"{summary['images_per_s']:,.0f} images/s while training"),
+        ("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)),
+    ]
+    if "until" in summary:
+        rows.insert(0, ("until", _target(summary)))
+    rows.append(("run", folder))
+    rows.append(("report", f"{folder}/report.html"))
+    rows.append(("try it", f"podscale predict {folder}/sample.png --run {folder}"))
+    console.print(table("result", rows))
+
+
+def _target(summary: dict[str, Any]) -> str:
+    (metric, value), *_ = summary["until"].items()
+    if not summary["reached"]:
+        return f"{metric} {value} was not reached"
+    with_compile = summary["reached_with_compile_s"]
+    return f"{metric} {value} reached in {summary['reached_s']:.1f} s ({with_compile:.1f} s with compilation)"
