@@ -19,19 +19,19 @@ def test_every_public_name_is_there_and_they_are_few():
 
 
 def test_importing_the_package_does_not_import_jax():
-    program = "import sys, podscale; podscale.load('digits'); sys.exit('jax' in sys.modules)"
+    program = "import sys, podscale; podscale.load_recipe('digits'); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_the_example_of_the_package_trains(tmp_path):
-    recipe = podscale.load("digits").override({"train.epochs": 1, "model.width": 8})
+    recipe = podscale.load_recipe("digits").override({"train.epochs": 1, "model.width": 8})
     summary = podscale.train(
-        recipe, pod=podscale.find(virtual="2x2"), folder=tmp_path / "run", console=Console(quiet=True)
+        recipe, pod=podscale.find_pod(virtual="2x2"), folder=tmp_path / "run", console=Console(quiet=True)
     )
     assert summary["steps"] == 12
     run = podscale.Run.load(tmp_path / "run")
     assert run.recipe == recipe
-    found = podscale.evaluate(run, podscale.find(virtual="1x2"), podscale.Options(), "newest")
+    found = podscale.evaluate(run, podscale.find_pod(virtual="1x2"), podscale.Options(), "newest")
     assert (found["accuracy"], found["examples"]) == (summary["accuracy"], 360)
     guesses = podscale.predict(run, [str(tmp_path / "run" / "sample.png")])[0]["top"]
     assert [len(guesses), sum(g["probability"] for g in guesses) <= 1] == [5, True]

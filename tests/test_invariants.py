@@ -57,7 +57,7 @@ def on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", pa
     """Losses of all steps, and the state at the end, on a pod."""
     options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, payload=payload)
     job = jobs.prepare(recipe, pod.of(jax.devices(), shape), options)
-    call = step.train_call(job.net, job.plan, job.optimizer, job.mesh)
+    call = step.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh)
     state, losses = job.state, []
     with loader.train_batches(job.data.train, job.plan, job.plan.calls(), batch_sharding(job.mesh, axis=2)) as batches:
         for batch in batches:
@@ -147,7 +147,7 @@ def test_a_bfloat16_payload_stays_close_and_is_not_the_same(plain_float32):
 
 def test_replicas_hold_the_same_bits_after_training():
     job = jobs.prepare(small(), pod.of(jax.devices(), "2x2"), Options(summation="torus", payload="bfloat16"))
-    call, state = step.train_call(job.net, job.plan, job.optimizer, job.mesh), job.state
+    call, state = step.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh), job.state
     with loader.train_batches(job.data.train, job.plan, job.plan.calls(), batch_sharding(job.mesh, axis=2)) as batches:
         for batch in batches:
             state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))

@@ -2,8 +2,8 @@
 
     import podscale
 
-    recipe = podscale.load("digits").override({"train.epochs": 2})
-    summary = podscale.train(recipe, pod=podscale.find(virtual="2x2"))
+    recipe = podscale.load_recipe("digits").override({"train.epochs": 2})
+    summary = podscale.train(recipe, pod=podscale.find_pod(virtual="2x2"))
 
 Names are imported when they are first used, so that `import podscale` does not import JAX.
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 _HOMES = {
     "Recipe": "podscale.recipe",
-    "load": "podscale.recipe",
+    "load_recipe": "podscale.recipe:load",
     "presets": "podscale.recipe",
     "Pod": "podscale.pod",
-    "find": "podscale.pod",
-    "named": "podscale.pod",
+    "find_pod": "podscale.pod:find",
+    "named_pod": "podscale.pod:named",
     "Plan": "podscale.plan",
     "Options": "podscale.options",
     "planned": "podscale.memory",
@@ -25,6 +25,7 @@ _HOMES = {
     "Until": "podscale.until",
     "evaluate": "podscale.inference",
     "predict": "podscale.inference",
+    "restore": "podscale.inference",
     "register": "podscale.models",
     "BatchNorm": "podscale.norm",
     "load_torchvision": "podscale.models.torchvision",
@@ -40,7 +41,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("podscale.train")
     if name not in _HOMES:
         raise AttributeError(f"podscale has no {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, _, original = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), original or name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,5 @@
 """`python -m podscale` is the command line."""
 
-import sys
+from podscale.cli import run
 
-from podscale.cli import main
-
-sys.exit(main())
+run()

@@ -6,18 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from podscale import models, optim
-from podscale import plan as plans
 from podscale import recipe as recipes
-from podscale import step as steps
 from podscale.errors import UserError
-from podscale.memory import footprint
-from podscale.models.functional import functional
+from podscale.job import Job, assemble, compiled_step
 from podscale.options import Options
 from podscale.plan import Counts
-from podscale.pod import Pod, batch_sharding
+from podscale.pod import Pod, batch_sharding, first_ones
 from podscale.recipe import Recipe
 
 SECONDS_PER_REPEAT = 1.0
@@ -35,23 +30,23 @@ def step(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: i
     if repeats < 1:
         raise UserError(f"--repeats must be at least 1, not {repeats}")
     began = time.perf_counter()
-    call, state, batch = _compiled(recipe, pod, options)
+    job = assemble(recipe, pod, _counts(recipe), options)
+    call, state, batch = compiled_step(job), job.state, _made_up(job)
     state, _ = call(state, *batch)
     jax.block_until_ready(state)
     compile_s = time.perf_counter() - began
-    steps_per_call = int(batch[2])
-    calls = 1
     times: list[float] = []
+    calls = 1
     while len(times) < repeats:
         start = time.perf_counter()
         for _ in range(calls):
             state, _ = call(state, *batch)
         jax.block_until_ready(state)
         spent = time.perf_counter() - start
-        if calls == 1 and spent < SECONDS_PER_REPEAT / 2:
-            calls = max(2, round(SECONDS_PER_REPEAT / spent))  # the first one only tells how many make a second
+        if calls == 1:  # the first one only tells how many make a second; all processes must do as many
+            calls = max(2, first_ones(round(SECONDS_PER_REPEAT / spent)))
         else:
-            times.append(spent / (calls * steps_per_call))
+            times.append(spent / (calls * job.plan.steps_per_call))
     median = statistics.median(times)
     return {
         "recipe": recipe.name,
@@ -65,24 +60,22 @@ def step(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: i
     }
 
 
-def _compiled(recipe: Recipe, pod: Pod, options: Options) -> Any:
-    """The train call, its state, and a batch of random pictures on the devices."""
-    classes = recipe.data.classes or 1000
-    counts = Counts(recipe.data.train_samples or 1_281_167, recipe.data.val_samples or 50_000, classes)
-    net, params, stats = functional(models.build(recipe.model, classes, recipe.data.image_size))
-    optimizer = optim.optimizer(recipe, optim.schedule(recipe, 1000, 100.0))
-    plan = plans.make(recipe, pod, counts, options, footprint(recipe, net, params, stats, optimizer))
-    mesh = pod.mesh(plan.tile)
-    state = steps.initial_state(recipe, params, stats, optimizer)
-    state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-    random, size = np.random.default_rng(0), recipe.data.image_size
-    shape = (plan.steps_per_call, plan.micro_batches, recipe.batch.size // plan.micro_batches)
+def _counts(recipe: Recipe) -> Counts:
+    """The recipe's own, or ImageNet's."""
+    data = recipe.data
+    return Counts(data.train_samples or 1_281_167, data.val_samples or 50_000, data.classes or 1000)
+
+
+def _made_up(job: Job) -> tuple[Any, ...]:
+    """A call's worth of random pictures on the devices, and the number of updates in it."""
+    random, size, shape = np.random.default_rng(0), job.recipe.data.image_size, job.plan.batch_shape
     images = random.integers(0, 256, (*shape, size, size, 3), np.uint8)
-    labels = random.integers(0, classes, shape).astype(np.int32)
-    batch = (*jax.device_put((images, labels), batch_sharding(mesh, axis=2)), np.int32(plan.steps_per_call))
-    return steps.train_call(net, plan, optimizer, mesh), state, batch
+    labels = random.integers(0, job.plan.counts.classes, shape).astype(np.int32)
+    sharding = batch_sharding(job.mesh, axis=2)
+    return *jax.device_put((images, labels), sharding), np.int32(job.plan.steps_per_call)
 
 
 def _peak_bytes(pod: Pod) -> int:
-    stats = pod.devices[0].memory_stats()
+    own = next(d for d in pod.devices if d.process_index == jax.process_index())
+    stats = own.memory_stats()
     return int(stats.get("peak_bytes_in_use", 0)) if stats else 0

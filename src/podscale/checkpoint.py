@@ -24,6 +24,8 @@ class Checkpoints:
     """The checkpoints of one run; a context manager that leaves only once everything is on disk."""
 
     def __init__(self, folder: Path, keep: int = 2, *, read_only: bool = False) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} should be a folder of checkpoints, but it is a file")
         best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(max(keep, 1)), best]),
@@ -56,12 +58,12 @@ class Checkpoints:
     def restore(self, step: int, like: T) -> T:
         """The state saved at `step`, with the structure, types and sharding of `like`."""
         wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _table(like))
-        self._check_fits(step, wanted)
         try:
+            self._check_fits(step, wanted)
             found = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
-        except (ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"checkpoint {step} does not fit the model of this recipe ({reason})") from None
+        except (ValueError, KeyError, OSError, AttributeError):
+            where = Path(str(self._manager.directory)) / str(step)
+            raise UserError(f"checkpoint {where} is damaged; remove it to go on from the one before it") from None
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in _names(like)])
 
     def _check_fits(self, step: int, wanted: dict[str, Any]) -> None:

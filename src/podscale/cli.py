@@ -6,9 +6,10 @@ A mistake of the user's gets one sentence and exit code 2.
 
 import argparse
 import dataclasses
-import json
+import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
@@ -18,9 +19,25 @@ from podscale.errors import UserError, nearest
 from podscale.fields import changed
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS, Recipe
+from podscale.run import to_json
 from podscale.until import Until
 
 USER_ERROR, INTERRUPTED = 2, 130
+OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def run() -> NoReturn:
+    """The program: runs a verb and ends the process."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
+        os._exit(code)
+    sys.exit(0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,10 +46,15 @@ def main(argv: list[str] | None = None) -> int:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         with _kept_clean() if arguments.json else nullcontext(sys.stdout) as stdout:
             result = arguments.verb(arguments)
-            if arguments.json and result is not None:
-                print(json.dumps(result), file=stdout, flush=True)
+            if arguments.json and _speaks():
+                print(to_json(result), file=stdout, flush=True)
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
+        return USER_ERROR
+    except OSError as error:
+        if error.errno not in OUTSIDE_OUR_POWER:
+            raise
+        print(f"podscale: {error.strerror}: {error.filename}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("podscale: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
@@ -65,26 +87,11 @@ def _train(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
     until = Until.parse(arguments.until) if arguments.until else None
     from podscale import train
-
-    console = _console(arguments)
-    summary = train.train(
-        recipe,
-        pod=_pod(arguments),
-        options=_plan_options(arguments),
-        folder=arguments.run,
-        until=until,
-        console=console,
-    )
-    return _spoken(summary, console)
-
-
-def _spoken(summary: dict[str, Any], console: Any) -> dict[str, Any] | None:
-    """The summary in words; None in all processes but the first, which alone speaks."""
-    from podscale.pod import speaks
     from podscale.report import words
 
-    if not speaks():
-        return None
+    pod, options = _pod(arguments), _plan_options(arguments)
+    console = _console(arguments)  # after the processes have joined: only the first one's says anything
+    summary = train.train(recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console)
     words.show(summary, console)
     return summary
 
@@ -182,7 +189,16 @@ def _console(arguments: argparse.Namespace) -> Any:
     from rich.console import Console
 
     # With --json, stdout carries the one JSON object and everything for people goes to stderr.
-    return Console(stderr=arguments.json, soft_wrap=True)
+    return Console(stderr=arguments.json, soft_wrap=True, quiet=not _speaks())
+
+
+def _speaks() -> bool:
+    """Whether this process talks to people: of several that have joined, only the first does."""
+    if "jax" not in sys.modules:
+        return True
+    from podscale.pod import speaks
+
+    return speaks()
 
 
 # --- parsing -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Anything else that escapes is our own mistake and keeps its traceback.
 """
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -24,6 +25,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=2)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def divisors(whole: int) -> list[int]:
+    """The numbers that divide `whole`, from 1 up.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(whole) + 1) if whole % d == 0]
+    return sorted({*small, *(whole // d for d in small)})
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> str:

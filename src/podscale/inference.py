@@ -15,11 +15,12 @@ from podscale.errors import UserError, nearest
 from podscale.job import Evaluator, prepare
 from podscale.models.functional import Functional, functional
 from podscale.options import Options
-from podscale.pod import Pod
+from podscale.pod import Pod, find
 from podscale.run import Run
 from podscale.step import State
 
 TOP = 5
+EVAL_IMAGES = 64  # per device
 PICTURES_AT_ONCE = 64
 
 
@@ -29,10 +30,14 @@ def open_run(folder: str | None) -> Run:
 
 
 def evaluate(
-    run: Run, pod: Pod, options: Options = Options(), which: str = "best", model: nnx.Module | None = None
+    run: Run, pod: Pod | None = None, options: Options = Options(), which: str = "best", model: nnx.Module | None = None
 ) -> dict[str, Any]:
     """Accuracy and loss of a checkpoint over all validation examples of the recipe's data."""
-    job = prepare(run.recipe, pod, options, model)
+    pod = pod or find()
+    # Evaluation does not depend on the batch, so any number of devices will do: the plan gets one that fits.
+    share = EVAL_IMAGES * pod.size
+    fitting = run.recipe.override({"batch.size": share, "batch.span": EVAL_IMAGES, "data.lanes": 1})
+    job = prepare(fitting, pod, options, model)
     if job.data.classes != run.classes():
         raise UserError(f"{run.recipe.data.path} has other classes than {run.folder} was trained on")
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
@@ -58,6 +63,15 @@ def predict(
             top = [{"class": classes[c], "probability": float(row[c])} for c in best]
             found.append({"image": index.name(i), "top": top})
     return found
+
+
+def restore(run: Run, which: str = "best", model: nnx.Module | None = None) -> nnx.Module:
+    """The trained network, ready to be called on normalized images; by the averaged weights if there are."""
+    net, state = _restored(run, which, model)
+    numbers = state.average or {"params": state.params, "stats": state.stats}
+    trained: nnx.Module = net.model(numbers["params"], numbers["stats"])
+    trained.eval()
+    return trained
 
 
 def _restored(run: Run, which: str, model: nnx.Module | None) -> tuple[Functional, State]:

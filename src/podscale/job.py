@@ -13,7 +13,7 @@ from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
 from podscale.data import loader
-from podscale.data.index import Splits, open_index
+from podscale.data.index import NO_PICTURES, Splits, open_index
 from podscale.data.order import Order
 from podscale.memory import footprint
 from podscale.models.functional import Functional, functional
@@ -42,6 +42,18 @@ def prepare(recipe: Recipe, pod: Pod, options: Options = Options(), model: nnx.M
     data = open_index(recipe.data)
     counts = Counts(len(data.train), len(data.val), len(data.classes))
     Order(counts.train, recipe.data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
+    return assemble(recipe, pod, counts, options, model, data)
+
+
+def assemble(
+    recipe: Recipe,
+    pod: Pod,
+    counts: Counts,
+    options: Options = Options(),
+    model: nnx.Module | None = None,
+    data: Splits = NO_PICTURES,
+) -> Job:
+    """The same for so many pictures, which need not be at hand."""
     model = model or models.build(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
     net, params, stats = functional(model)
     schedule = optim.schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
@@ -55,12 +67,11 @@ def prepare(recipe: Recipe, pod: Pod, options: Options = Options(), model: nnx.M
 
 def compiled_step(job: Job) -> Any:
     """The train call, compiled ahead of its first use, so that its time is booked as what it is."""
-    plan, size = job.plan, job.recipe.data.image_size
+    size, shape = job.recipe.data.image_size, job.plan.batch_shape
     sharding = pods.batch_sharding(job.mesh, axis=2)
-    shape = (plan.steps_per_call, plan.micro_batches, job.recipe.batch.size // plan.micro_batches)
     images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=sharding)
     labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-    call = steps.train_call(job.net, plan, job.optimizer, job.mesh)
+    call = steps.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh)
     return call.lower(job.state, images, labels, jax.ShapeDtypeStruct((), np.int32)).compile()
 
 

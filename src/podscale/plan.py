@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from podscale.errors import UserError, nearest_numbers
+from podscale.errors import UserError, divisors, nearest_numbers
 from podscale.norm import Groups
 from podscale.options import Options
 from podscale.pod import TILE, Pod
@@ -79,6 +79,11 @@ class Plan:
     def input_images(self) -> int:
         """Images on a device that are in use or wait for it."""
         return self.images_per_device * self.steps_per_call * BATCHES_IN_FLIGHT
+
+    @property
+    def batch_shape(self) -> tuple[int, int, int]:
+        """Of a call's labels, over the pod: [steps, micro-batches, images of a micro-batch]."""
+        return self.steps_per_call, self.micro_batches, self.recipe.batch.size // self.micro_batches
 
     @property
     def tile_devices(self) -> int:
@@ -253,12 +258,12 @@ def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory) -> tupl
     if options.micro_batches and images % options.micro_batches:
         raise UserError(
             f"plan.micro_batches {options.micro_batches} does not divide {images} images per device; "
-            f"{nearest_numbers(options.micro_batches, _divisors(images))}"
+            f"{nearest_numbers(options.micro_batches, divisors(images))}"
         )
-    counts = [options.micro_batches] if options.micro_batches else _divisors(images)
+    counts = [options.micro_batches] if options.micro_batches else divisors(images)
     fitting = [(M, tile) for M in counts if (tile := tile_for(span, images // M, pod))]
     if not fitting:
-        spans = [s for s in _divisors(recipe.batch.size) if any(tile_for(s, images // M, pod) for M in counts)]
+        spans = [s for s in divisors(recipe.batch.size) if any(tile_for(s, images // M, pod) for M in counts)]
         where = f"{images // counts[0]} images per device on a {pod.shape} torus"
         raise UserError(f"batch.span {span} does not fit {where}; {nearest_numbers(span, spans)}")
     waiting = images * _steps_per_call(recipe, pod, options) * BATCHES_IN_FLIGHT
@@ -278,12 +283,8 @@ def tile_for(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
     if rest or devices % pod.cores:
         return None
     chips = devices // pod.cores
-    tiles = [(h, chips // h) for h in _divisors(chips) if pod.rows % h == 0 and pod.cols % (chips // h) == 0]
+    tiles = [(h, chips // h) for h in divisors(chips) if pod.rows % h == 0 and pod.cols % (chips // h) == 0]
     return min(tiles, key=lambda t: (abs(t[0] - t[1]), t[0]), default=None)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _summation(pod: Pod, options: Options) -> str:

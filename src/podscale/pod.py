@@ -6,7 +6,9 @@ No lists of device numbers appear anywhere else.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -137,8 +139,10 @@ def of(devices: list[Any], shape: str) -> Pod:
 
 # --- many processes ----------------------------------------------------------------------------------------------
 
+LETTER_BYTES = 1000
+
 # A launcher that started more than one process says so in one of these.
-_PROCESS_COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
+_PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
 
 
 def join(coordinator: str = "", processes: int = 0, process: int = -1) -> None:
@@ -146,11 +150,16 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1) -> None:
     if coordinator:
         if processes < 1 or not 0 <= process < processes:
             raise UserError(f"process {process} of {processes} cannot be: give --processes N and --process 0..N-1")
+        if not coordinator.rpartition(":")[2].isdecimal():
+            raise UserError(f"--coordinator takes HOST:PORT, not {coordinator!r}")
         loopback = coordinator.split(":", maxsplit=1)[0] in ("localhost", "127.0.0.1")
         bind = coordinator if loopback and process == 0 else None
         jax.distributed.initialize(coordinator, processes, process, coordinator_bind_address=bind)
     elif _launched():
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"the launcher started several processes, but they cannot join: {error}") from None
 
 
 def _launched() -> bool:
@@ -165,11 +174,24 @@ def speaks() -> bool:
     return bool(jax.process_index() == 0)
 
 
-def agreed(decision: bool) -> bool:
-    """The first process's decision, in all of them: what each sees of a shared folder may differ for a while."""
-    if jax.process_count() == 1:
-        return decision
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(decision)))
+def first_ones(number: int) -> int:
+    """The first process's number, in all of them: what each sees of a clock or a shared folder may differ."""
+    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def by_the_first(work: Callable[[], None]) -> None:
+    """Has the first process do `work`; what keeps it from that is a `UserError` in all of them, and nobody waits."""
+    message = ""
+    if speaks():
+        try:
+            work()
+        except (UserError, OSError) as error:
+            message = str(error)
+    if jax.process_count() > 1:
+        letter = np.frombuffer(message.encode()[:LETTER_BYTES].ljust(LETTER_BYTES), np.uint8)
+        message = bytes(multihost_utils.broadcast_one_to_all(letter)).decode(errors="replace").strip()
+    if message:
+        raise UserError(message)
 
 
 # --- laying out --------------------------------------------------------------------------------------------------
@@ -209,11 +231,24 @@ def _cores(devices: list[Any]) -> int:
 
 
 def _memory_bytes(devices: list[Any]) -> int:
+    """Of the device that has least: all processes must come to the same plan."""
     local = [d for d in devices if d.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(len(local), 1)
-    stats = local[0].memory_stats() if local else None
-    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else 16 << 30
+        own = _host_memory_bytes() // max(len(local), 1)
+    else:
+        stats = local[0].memory_stats() if local else None
+        own = int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else 16 << 30
+    if jax.process_count() == 1:
+        return own
+    return int(multihost_utils.process_allgather(np.int32(own >> 20)).min()) << 20
+
+
+def _host_memory_bytes() -> int:
+    """The machine's memory, or what a container leaves of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(whole, int(text)) if text.isdecimal() else whole
 
 
 def _natural_shape(devices: list[Any]) -> tuple[int, int]:

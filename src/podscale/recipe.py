@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from podscale.errors import UserError, nearest, nearest_numbers
+from podscale.errors import UserError, divisors, nearest, nearest_numbers
 from podscale.fields import changed
 from podscale.fields import documented as _field
 
@@ -286,8 +286,8 @@ def _check(recipe: Recipe) -> None:
     size, span, lanes = recipe.batch.size, recipe.batch.span, recipe.data.lanes
     for field, part in (("batch.span", span), ("data.lanes", lanes)):
         if size % part:
-            divisors = [d for d in range(1, size + 1) if size % d == 0]
-            raise UserError(f"{field} {part} does not divide batch.size {size}; {nearest_numbers(part, divisors)}")
+            hint = nearest_numbers(part, divisors(size))
+            raise UserError(f"{field} {part} does not divide batch.size {size}; {hint}")
     for field in ("mean", "std"):
         if len(getattr(recipe.data, field)) != 3:
             raise UserError(f"data.{field} needs three numbers, one a channel, not {getattr(recipe.data, field)}")

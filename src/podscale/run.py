@@ -29,13 +29,16 @@ class Run:
     recipe: Recipe
 
     @classmethod
-    def default_folder(cls, recipe: Recipe) -> Path:
+    def default_folder(cls, recipe: Recipe, model: Any = None) -> Path:
         """Where a recipe is trained unless told otherwise: each recipe has its own folder, so the same one resumes."""
-        return Path("runs") / f"{recipe.name}-{recipe.digest()}"
+        whose = f"-{type(model).__name__}" if model is not None else ""
+        return Path("runs") / f"{recipe.name}-{recipe.digest()}{whose}"
 
     @classmethod
     def check(cls, folder: Path, recipe: Recipe) -> None:
         """Refuses a folder that holds something else, before anything is written."""
+        if not str(folder).isprintable():
+            raise UserError(f"the run folder's name {str(folder)!r} has characters that cannot be written down")
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run folder {folder} is a file; choose another with --run")
         if (folder / "recipe.toml").exists():
@@ -103,7 +106,11 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl."""
-        return [json.loads(line) for line in whole_lines(self.folder / "metrics.jsonl")]
+        path = self.folder / "metrics.jsonl"
+        try:
+            return [json.loads(line) for line in whole_lines(path)]
+        except ValueError:
+            raise UserError(f"{path} is damaged: a line of it is not JSON; remove that line to go on") from None
 
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty while it has not."""
@@ -117,14 +124,21 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def to_json(values: dict[str, Any], indent: int | None = None) -> str:
+def to_json(values: Any, indent: int | None = None) -> str:
     """JSON as the standard has it: a number that is none, such as a diverged loss, is null.
 
     >>> to_json({"loss": float("nan"), "step": 1})
     '{"loss": null, "step": 1}'
     """
-    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return json.dumps(known, indent=indent)
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read_json(path: Path) -> Any:

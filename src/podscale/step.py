@@ -39,6 +39,7 @@ class Metrics(NamedTuple):
     loss: jax.Array
     accuracy: jax.Array
     grad_norm: jax.Array
+    learning_rate: jax.Array
 
 
 class Tally(NamedTuple):
@@ -60,12 +61,14 @@ def initial_state(recipe: Recipe, params: Tree, stats: Tree, optimizer: optax.Gr
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def train_call(net: Functional, plan: Plan, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+def train_call(
+    net: Functional, plan: Plan, optimizer: optax.GradientTransformation, schedule: optax.Schedule, mesh: Mesh
+) -> Any:
     """Compiles to: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state and metrics [S].
 
     Only the first `count` of the S updates are done; the metrics of the others are zero.
     """
-    update = partial(_update, net, plan, optimizer)
+    update = partial(_update, net, plan, optimizer, schedule)
 
     def call(state: State, images: jax.Array, labels: jax.Array, count: jax.Array) -> tuple[State, Metrics]:
         if plan.steps_per_call == 1:
@@ -77,7 +80,7 @@ def train_call(net: Functional, plan: Plan, optimizer: optax.GradientTransformat
             state, metrics = update(state, images[i], labels[i])
             return state, jax.tree.map(lambda all_, m: all_.at[i].set(m), seen, metrics)
 
-        empty = Metrics(*[jnp.zeros(plan.steps_per_call, jnp.promote_types(_dtype(state), jnp.float32))] * 3)
+        empty = Metrics(*[jnp.zeros(plan.steps_per_call, jnp.promote_types(_dtype(state), jnp.float32))] * 4)
         return lax.fori_loop(0, count, body, (state, empty))
 
     data = P(None, None, BATCH_AXES)
@@ -96,6 +99,7 @@ def _update(
     net: Functional,
     plan: Plan,
     optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
     state: State,
     images: jax.Array,
     labels: jax.Array,
@@ -107,7 +111,12 @@ def _update(
     params = optax.apply_updates(state.params, updates)
     stats = norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
     average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
-    metrics = Metrics(seen["loss"], seen["correct"] / recipe.batch.size, optax.tree.norm(grads))
+    metrics = Metrics(
+        loss=seen["loss"],
+        accuracy=seen["correct"] / recipe.batch.size,
+        grad_norm=optax.tree.norm(grads),
+        learning_rate=schedule(state.step),
+    )
     return State(state.step + 1, params, stats, opt_state, average), metrics
 
 
@@ -182,14 +191,16 @@ def empty_tally() -> Tally:
 
 
 def _tally(logits: jax.Array, labels: jax.Array) -> Tally:
-    real = labels >= 0
     target = jnp.maximum(labels, 0)
-    own = jnp.take_along_axis(logits, target[:, None], axis=-1)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
+    real, right = labels >= 0, jnp.isfinite(losses)  # a diverged model is right about nothing
+    own = jnp.take_along_axis(logits, target[:, None], axis=-1)
+    ahead = (logits > own) | ((logits == own) & (jnp.arange(logits.shape[-1]) < target[:, None]))
+    rank = ahead.sum(-1)  # ties go to the lower class, as in argmax
     return Tally(
         examples=real.sum(dtype=jnp.int32),
-        correct=(real & (logits.argmax(-1) == target)).sum(dtype=jnp.int32),
-        correct_top5=(real & ((logits > own).sum(-1) < 5)).sum(dtype=jnp.int32),
+        correct=(real & right & (rank == 0)).sum(dtype=jnp.int32),
+        correct_top5=(real & right & (rank < 5)).sum(dtype=jnp.int32),
         loss=jnp.where(real, losses, 0).sum().astype(jnp.float32),
     )
 

@@ -5,7 +5,7 @@ Only the first process speaks. Numbers are read from the devices one call late, 
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from podscale.plan import Plan
-from podscale.pod import agreed, speaks
+from podscale.pod import first_ones, speaks
 from podscale.report import page
 from podscale.run import Run, to_json, whole_lines, write_atomically
 from podscale.until import Until
@@ -46,7 +46,10 @@ class Ledger:
 
 
 class Journal:
-    """metrics.jsonl and the TensorBoard events of a run; a resumed run continues both at its step."""
+    """metrics.jsonl and the TensorBoard events of a run.
+
+    A resumed run goes on at its step: lines past it are dropped. TensorBoard's points past it stay and come twice.
+    """
 
     def __init__(self, folder: Path, start: int) -> None:
         from tensorboard.summary import Writer  # slow to import, and only needed here
@@ -75,12 +78,13 @@ class Display:
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         self.console = console
+        self._total, self._done, self._began = total, done, time.monotonic()
         self._last = -PLAIN_EVERY_S
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("compiling", total=total, completed=done)
+            self._task = self._bar.add_task("first batch", total=total, completed=done)
             self._bar.start()
 
     def show(self, step: int, text: str) -> None:
@@ -89,7 +93,8 @@ class Display:
             self._bar.update(self._task, completed=step, description=text)
         elif time.monotonic() - self._last >= PLAIN_EVERY_S:
             self._last = time.monotonic()
-            self.console.print(text, highlight=False)
+            left = (self._total - step) * (self._last - self._began) / max(step - self._done, 1)
+            self.console.print(f"{text}  {left:.0f} s left", highlight=False)
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -110,13 +115,12 @@ class Teller:
         self,
         run: Run,
         plan: Plan,
-        schedule: Callable[[int], Any],
         ledger: Ledger,
         console: Console,
         start: int,
         until: Until | None,
     ) -> None:
-        self.run, self.plan, self.schedule, self.ledger, self.console = run, plan, schedule, ledger, console
+        self.run, self.plan, self.ledger, self.console = run, plan, ledger, console
         self.until, self._start = until, start
         # Evaluations of a checkpoint that was lost do not count.
         past = [line for line in run.metrics() if line["step"] <= start] if start else []
@@ -150,7 +154,7 @@ class Teller:
         self._images += images
         for i, step in enumerate(done):
             values = {name: float(column[i]) for name, column in found._asdict().items()}
-            self._write("train", step + 1, **values, learning_rate=float(self.schedule(step)), images_per_s=rate)
+            self._write("train", step + 1, **values, images_per_s=rate)
         if self._display:
             self._display.show(done.stop, self._line(done.stop, values, rate))
 
@@ -181,7 +185,7 @@ class Teller:
 
     def reached(self) -> bool:
         """Whether an evaluation has reached what is aimed for; all processes agree."""
-        return self.until is not None and agreed(any(self.until.reached(e) for e in self._evals))
+        return self.until is not None and bool(first_ones(any(self.until.reached(e) for e in self._evals)))
 
     def summary(self, step: int) -> dict[str, Any]:
         """How the run ended."""

@@ -35,11 +35,12 @@ def train(
 ) -> dict[str, Any]:
     """Trains `recipe` on `pod` (default: all devices there are), or resumes, and returns the summary.
 
-    `model` is any flax.nnx module that maps images [n, h, w, 3] to logits [n, classes], instead of the recipe's own.
+    `model` is a flax.nnx module that maps images [n, h, w, 3] to logits [n, classes], instead of the recipe's own; one
+    with random state of its own, such as dropout, is refused, because it would learn something else on every pod.
     The run is in `folder`: by default one that belongs to the recipe, so that the same call resumes.
     """
     ledger = Ledger()
-    folder = Path(folder) if folder else Run.default_folder(recipe)
+    folder = Path(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe)
     with ledger.measure("start"):
         job = prepare(recipe, pod or pods.find(), options, model)
@@ -49,7 +50,7 @@ def train(
     with Checkpoints(run.checkpoints, job.plan.keep) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, checkpoints, console)
-        teller = Teller(run, job.plan, job.schedule, ledger, console, start, until)
+        teller = Teller(run, job.plan, ledger, console, start, until)
         if start == job.plan.steps or teller.reached():
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
@@ -60,13 +61,14 @@ def train(
 
 
 def _opened(job: Job, folder: Path) -> Run:
-    """The run's folder: every process checks it, the first one fills it."""
-    Run.check_data(folder, job.plan.to_dict(), job.data.classes)
-    if not pods.speaks():
-        return Run(folder, job.recipe)
-    run = Run.create(folder, job.recipe, job.plan.to_dict(), job.data.classes)
-    Image.fromarray(loader.eval_pictures(job.data.val, [0], job.recipe)[0]).save(folder / "sample.png")
-    return run
+    """The run's folder, which the first process fills; if it cannot, all of them end."""
+
+    def fill() -> None:
+        Run.create(folder, job.recipe, job.plan.to_dict(), job.data.classes)
+        Image.fromarray(loader.eval_pictures(job.data.val, [0], job.recipe)[0]).save(folder / "sample.png")
+
+    pods.by_the_first(fill)
+    return Run(folder, job.recipe)
 
 
 def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job, int]:
@@ -82,7 +84,7 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller) 
     """The loop: load, update, tell, evaluate, save."""
     plan, state, ledger = job.plan, job.state, teller.ledger
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
-    with ledger.measure("compile"):
+    with ledger.measure("compile"), teller.console.status("compiling"):
         call, evaluate = compiled_step(job), Evaluator(job)
     with train_batches(job, calls) as batches:
         teller.begin()

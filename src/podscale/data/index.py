@@ -22,6 +22,7 @@ from podscale.errors import UserError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 LAYOUT = "train/CLASS/FILE and val/CLASS/FILE"
 HEADER_THREADS = 16  # they mostly wait for the disk
+MOST_CLASSES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,10 @@ class Splits:
     train: Index
     val: Index
     classes: tuple[str, ...]
+
+
+_EMPTY = Index(np.zeros(0, np.int32), np.zeros((0, 2), np.int32))
+NO_PICTURES = Splits(_EMPTY, _EMPTY, ())
 
 
 def open_index(data: recipe.Data) -> Splits:
@@ -234,6 +239,6 @@ def _npz_labels(where: str, labels: NDArray, n: int) -> NDArray:
         raise UserError(f"{where} is {labels.dtype}; store labels as whole numbers from 0")
     if labels.size != n or labels.shape[0] != n:
         raise UserError(f"{where} has shape {labels.shape}; it must be [{n}], one label a picture")
-    if labels.min() < 0 or labels.max() >= 2**31:
-        raise UserError(f"{where} runs from {labels.min()} to {labels.max()}; labels count from 0")
+    if labels.min() < 0 or labels.max() >= MOST_CLASSES:
+        raise UserError(f"{where} runs from {labels.min()} to {labels.max()}; labels count from 0, one a class")
     return labels.reshape(n)

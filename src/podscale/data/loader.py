@@ -55,8 +55,7 @@ def train_batches(
     """
     recipe = plan.recipe
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    shape = (plan.steps_per_call, plan.micro_batches, recipe.batch.size // plan.micro_batches)
-    shards = _Shards(sharding, shape, axis=2)
+    shards = _Shards(sharding, plan.batch_shape, axis=2)
     positions = np.stack([plan.positions(start // plan.micro_images) for start in shards.starts])
     return Batches(ranges, _TrainJob(index, recipe, order, shards, positions), threads, depth)
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from podscale import recipe
 from podscale.data.random import Stream, permutation, uniform, words
-from podscale.errors import UserError, nearest_numbers
+from podscale.errors import UserError, divisors, nearest_numbers
 
 # Passes of neighbouring lanes drift apart by one sample a pass; with this many samples a lane, the drift is no more
 # than a 500th of a pass in each pass.
@@ -72,12 +72,11 @@ def _check(order: Order) -> None:
     if order.samples < 1:
         raise UserError("there are no training pictures to order; check data.path")
     if order.batch % order.lanes:
-        divisors = [d for d in range(1, order.batch + 1) if order.batch % d == 0]
-        hint = nearest_numbers(order.lanes, divisors)
+        hint = nearest_numbers(order.lanes, divisors(order.batch))
         raise UserError(f"data.lanes {order.lanes} does not divide batch.size {order.batch}; {hint}")
     most = max(1, order.samples // LEAST_SAMPLES_PER_LANE)
     if order.lanes > most:
-        largest = max(d for d in range(1, most + 1) if order.batch % d == 0)
+        largest = max(d for d in divisors(order.batch) if d <= most)
         raise UserError(
             f"data.lanes {order.lanes} leaves fewer than {LEAST_SAMPLES_PER_LANE} of {order.samples} pictures a lane; "
             f"the most that fits batch.size {order.batch} is {largest}"

@@ -1,0 +1,90 @@
+"""How a program ends that cannot go on: quickly, with one sentence, its own exit code, and nobody left waiting."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from podscale import step
+
+TIMEOUT_S = 120
+
+
+# A shell in the background has its children ignore Ctrl-C; the program under test must hear it.
+HEEDING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def start(*arguments):
+    command = [sys.executable, "-c", HEEDING, sys.executable, "-m", "podscale", "train", *arguments]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_ctrl_c_while_compiling_ends_with_its_own_code(tmp_path):
+    process = start("digits", "--run", str(tmp_path / "run"))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (tmp_path / "run" / "sample.png").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # the sample is the last thing before compilation
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "podscale: interrupted; the same command goes on from the last checkpoint"
+    assert "Traceback" not in errors
+
+
+@pytest.mark.processes(2)
+def test_when_one_process_cannot_go_on_none_is_left_waiting(tmp_path):
+    """A broken picture that only one of two processes reads."""
+    data = tmp_path / "data"
+    for split in ("train", "val"):
+        for name in ("cats", "dogs"):
+            (data / split / name).mkdir(parents=True)
+            for i in range(16):
+                pixels = np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)
+                Image.fromarray(pixels).save(data / split / name / f"{i}.jpg")
+    broken = data / "train" / "dogs" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:-120])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = "--model.name resnet8 --model.stem small --model.width 8 --data.image_size 16 --train.epochs 4".split()
+    settings += f"--batch.size 16 --batch.span 16 --coordinator 127.0.0.1:{port} --processes 2".split()
+    arguments = ["imagefolder", "--data.path", str(data), *settings, "--run", str(tmp_path / "run")]
+    processes = [start(*arguments, "--process", str(i)) for i in range(2)]
+    outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    assert all(process.returncode for process in processes)
+    assert any(process.returncode == 2 for process in processes)
+    assert any("3.jpg" in errors for _, errors in outputs)
+
+
+def test_a_launcher_that_gives_no_peers_is_one_sentence():
+    done = subprocess.run(
+        [sys.executable, "-m", "podscale", "train"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "OMPI_COMM_WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("podscale: the launcher started several processes")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("logit", [np.nan, np.inf])
+def test_a_diverged_model_is_right_about_nothing(logit):
+    tally = step._tally(jnp.full((4, 10), logit), jnp.array([0, 1, 2, -1]))
+    assert (int(tally.examples), int(tally.correct), int(tally.correct_top5)) == (3, 0, 0)
+
+
+def test_ties_go_to_the_lower_class_in_top_1_and_top_5():
+    tally = step._tally(jnp.zeros((3, 10)), jnp.array([0, 4, 5]))
+    assert (int(tally.correct), int(tally.correct_top5)) == (1, 2)
