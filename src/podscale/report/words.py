@@ -19,18 +19,16 @@ def table(title: str, rows: list[tuple[str, str]]) -> Table:
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """The summary of a run, and what to do with it next."""
-    if not summary:
-        return
     seconds, folder = summary["seconds"], summary["run"]
-    rows = [
-        ("accuracy", f"{summary['accuracy']:.2%} at the end, {summary['best_accuracy']:.2%} at best"),
-        (
-            "time",
-            f"{summary['train_s']:.1f} s from the first batch, {summary['compile_s']:.1f} s of compilation before",
-        ),
-        ("rate", f"{summary['images_per_s']:,.0f} images/s while training"),
-        ("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)),
-    ]
+    rows = []
+    if summary["accuracy"] is not None:
+        rows.append(("accuracy", f"{summary['accuracy']:.2%} at the end, {summary['best_accuracy']:.2%} at best"))
+    compiled = f", {summary['compile_s']:.1f} s of compilation before" if summary["compile_s"] else ""
+    rows.append(("time", f"{summary['train_s']:.1f} s from the first batch{compiled}"))
+    if summary["images_per_s"]:
+        rows.append(("rate", f"{summary['images_per_s']:,.0f} images/s while training"))
+    if seconds:
+        rows.append(("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)))
     if "until" in summary:
         rows.insert(0, ("until", _target(summary)))
     rows.append(("run", folder))

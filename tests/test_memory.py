@@ -1,0 +1,74 @@
+"""The estimate of a device's memory."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from podscale import memory, models, optim
+from podscale import recipe as recipes
+from podscale.errors import UserError
+from podscale.models.functional import functional
+from podscale.options import Options
+from podscale.pod import named
+
+
+class Net(nnx.Module):
+    """One convolution, plain or inside a function that JAX calls."""
+
+    def __init__(self, wrap):
+        self.conv, self.wrap = nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0)), wrap
+
+    def __call__(self, images):
+        apply = {"plain": lambda m, x: m(x), "jit": nnx.jit(lambda m, x: m(x)), "remat": nnx.remat(lambda m, x: m(x))}
+        return apply[self.wrap](self.conv, images).mean((1, 2))
+
+
+@pytest.mark.parametrize("wrap", ["jit", "remat"])
+def test_work_inside_called_functions_counts(wrap):
+    recipe = recipes.load("digits")
+    found = [
+        memory.footprint(recipe, *functional(Net(kind)), optax.sgd(0.1)).activations_per_image
+        for kind in ("plain", wrap)
+    ]
+    assert found[0] == found[1] > 2 * 8 * 8 * 8 * 4
+
+
+def test_parameters_and_optimizer_are_exact():
+    recipe = recipes.load("digits").override({"optimizer.average": 0.9})
+    net, params, stats = functional(models.build(recipe.model, 10, 8))
+    found = memory.footprint(recipe, net, params, stats, optim.optimizer(recipe, 0.1))
+    count = sum(p.size for p in _leaves(params))
+    running = sum(s.size for s in _leaves(stats))
+    assert found.parameters == 4 * (3 * count + 2 * running)  # weights, their average and the gradient
+    assert found.optimizer == pytest.approx(4 * count, abs=16)  # momentum, and a counter or two
+
+
+def _leaves(tree):
+    return [leaf for child in tree.values() for leaf in _leaves(child)] if isinstance(tree, dict) else [tree]
+
+
+def test_resnet_50_fits_the_papers_chip_and_needs_slices_on_a_smaller_one():
+    recipe = recipes.load("resnet50-imagenet-32k")
+    assert memory.planned(recipe, named("v3:32x32"), Options()).micro_batches == 1
+    assert memory.planned(recipe, named("v3:2x2"), Options()).micro_batches > 1
+
+
+def test_a_plan_refuses_the_lanes_that_training_refuses():
+    recipe = recipes.load("digits").override({"data.lanes": 128})
+    with pytest.raises(UserError, match="fewer than 500 of 1437 pictures a lane"):
+        memory.planned(recipe, named("cpu:1x1"), Options())
+
+
+def test_bfloat16_halves_the_activations():
+    wide, narrow = (
+        memory.planned(
+            recipes.load("cifar10").override(
+                {"model.precision": p, "data.train_samples": 50000, "data.val_samples": 10000}
+            ),
+            named("cpu:1x1"),
+            Options(),
+        ).memory.activations_per_image
+        for p in ("float32", "bfloat16")
+    )
+    assert jnp.allclose(wide / narrow, 2.0, rtol=0.05)
