@@ -1,5 +1,8 @@
 """The plan and the end of a run, in words on a terminal."""
 
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,8 +36,14 @@ def show(summary: dict[str, Any], console: Console) -> None:
         rows.insert(0, ("until", _target(summary)))
     rows.append(("run", folder))
     rows.append(("report", f"{folder}/report.html"))
-    rows.append(("try it", f"podscale predict {folder}/sample.png --run {folder}"))
+    rows.append(("try it", f"{_program()} predict {folder}/sample.png --run {folder}"))
     console.print(table("result", rows))
+
+
+def _program() -> str:
+    """The command as it can be typed here: its path where it is in no folder that the shell searches."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "podscale" and not shutil.which("podscale") else "podscale"
 
 
 def _target(summary: dict[str, Any]) -> str:
