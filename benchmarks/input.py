@@ -4,7 +4,8 @@ Every decoder does the whole training transform on the same files with the same 
 to 224 x 224, mirror, uint8. The files are JPEGs anywhere below a folder; the boxes are those of `resized` crops of the
 first pass. Pillow is used as torchvision uses it: `Image.open`, `convert`, `crop`, `resize`, bilinear and antialiased.
 OpenCV, where it is installed, resizes without antialiasing, so it does less. The decoders take turns for several rounds
-on one core, every file having been read before; medians are compared. Differences are to Pillow's resize of the box.
+on one core, every file having been read before; medians of their CPU time are compared, which a busy machine disturbs
+less than it does the clock on the wall. Differences are to Pillow's resize of the box.
 
     python benchmarks/input.py FOLDER [--size 224] [--rounds 5] [--images 300]
 """
@@ -70,9 +71,9 @@ def compare(index: Index, boxes: np.ndarray, flips: np.ndarray, size: int, round
     pixels = {name: np.zeros((len(index), size, size, 3), np.uint8) for name in decoders}
     for _ in range(rounds + 1):
         for name, run in decoders.items():
-            began = time.perf_counter()
+            began = time.process_time()
             run(index, boxes, flips, size, pixels[name])
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.process_time() - began)
     rates = {name: len(index) / statistics.median(times[1:]) for name, times in seconds.items()}  # the first warms up
     print(f"{len(index)} files, {size} px, one core, median of {rounds} rounds")
     print(f"{'decoder':<26}  {'images/s':>8}  {'ratio':>5}  {'mean diff.':>10}  {'max diff.':>9}")

@@ -18,6 +18,10 @@ enum {
     MARGIN = 2,     /* columns on either side that smooth chroma upsampling looks at */
     NARROWEST = 64, /* columns; libjpeg upsamples very narrow pictures in another way */
     LINES = 16,     /* rows asked of libjpeg at a time */
+    /* Decoded rows begin 4 bytes off any larger power of 2: libjpeg writes aligned rows past the caches, straight to
+     * memory, whence the resize would have to fetch them again. */
+    ASKEW = 4,
+    APART = 64, /* bytes between rows are a multiple of this */
     TALL = 100,     /* times as high as wide: some Pillow 12 resizes such pictures in another order */
 };
 
@@ -208,32 +212,32 @@ static void skip_rows(Decoder *decoder) {
 }
 
 /* Reads the next rows, LINES or what is left of those needed, `pitch` apart; returns how many. */
-static int read_rows(Decoder *decoder, uint8_t *rows, size_t pitch) {
+static size_t read_rows(Decoder *decoder, uint8_t *rows, size_t pitch) {
     JSAMPROW lines[LINES];
     for (int i = 0; i < LINES; i++)
         lines[i] = rows + i * pitch;
     JDIMENSION left = (JDIMENSION)decoder->down.to - decoder->jpeg.output_scanline;
-    return (int)jpeg_read_scanlines(&decoder->jpeg, lines, left < LINES ? left : LINES);
+    return jpeg_read_scanlines(&decoder->jpeg, lines, left < LINES ? left : LINES);
 }
 
-static uint8_t *rows_of(Decoder *decoder, int count, size_t pitch) {
-    decoder->rows = roomy(decoder->rows, &decoder->room_rows, (size_t)count * pitch + WASTE);
-    return needed(decoder, decoder->rows);
+static uint8_t *rows_of(Decoder *decoder, size_t bytes) {
+    decoder->rows = roomy(decoder->rows, &decoder->room_rows, ASKEW + bytes + WASTE);
+    return (uint8_t *)needed(decoder, decoder->rows) + ASKEW;
 }
 
-static uint8_t *lines_of(Decoder *decoder, int count, size_t pitch) {
-    decoder->lines = roomy(decoder->lines, &decoder->room_lines, (size_t)count * pitch + WASTE);
-    return needed(decoder, decoder->lines);
+static uint8_t *lines_of(Decoder *decoder, size_t bytes) {
+    decoder->lines = roomy(decoder->lines, &decoder->room_lines, ASKEW + bytes + WASTE);
+    return (uint8_t *)needed(decoder, decoder->lines) + ASKEW;
 }
 
 /* The usual order: every row is resized as soon as it is decoded. */
 static void across_then_down(Decoder *decoder, const Crop *crop, int offset, size_t pitch) {
     size_t stride = 3 * (size_t)crop->size;
-    int count = decoder->down.to - decoder->down.from;
-    uint8_t *rows = rows_of(decoder, count + 1, stride); /* one more, which is multiplied by zero */
-    uint8_t *lines = lines_of(decoder, LINES, pitch);
-    for (int done = 0; done < count;)
-        for (int fresh = read_rows(decoder, lines, pitch), i = 0; i < fresh; i++, done++)
+    size_t count = (size_t)(decoder->down.to - decoder->down.from);
+    uint8_t *rows = rows_of(decoder, (count + 1) * stride); /* one more, which is multiplied by zero */
+    uint8_t *lines = lines_of(decoder, LINES * pitch);
+    for (size_t done = 0; done < count;)
+        for (size_t fresh = read_rows(decoder, lines, pitch), i = 0; i < fresh; i++, done++)
             resize_row(&decoder->across, lines + i * pitch, offset, rows + done * stride);
     for (int y = 0; y < crop->size; y++)
         resize_column(&decoder->down, y, rows, stride, (int)stride, crop->out + y * stride);
@@ -241,10 +245,10 @@ static void across_then_down(Decoder *decoder, const Crop *crop, int offset, siz
 
 static void down_then_across(Decoder *decoder, const Crop *crop, int offset, size_t pitch) {
     size_t stride = 3 * (size_t)crop->size;
-    int count = decoder->down.to - decoder->down.from;
-    uint8_t *rows = rows_of(decoder, count + LINES, pitch); /* room for pointers past the last row */
-    uint8_t *line = lines_of(decoder, 1, pitch + stride), *result = line + pitch;
-    for (int done = 0; done < count;)
+    size_t count = (size_t)(decoder->down.to - decoder->down.from);
+    uint8_t *rows = rows_of(decoder, (count + LINES) * pitch); /* room for pointers past the last row */
+    uint8_t *line = lines_of(decoder, pitch + stride), *result = line + pitch;
+    for (size_t done = 0; done < count;)
         done += read_rows(decoder, rows + done * pitch, pitch);
     for (int y = 0; y < crop->size; y++) {
         resize_column(&decoder->down, y, rows, pitch, (int)pitch, line);
@@ -269,7 +273,8 @@ static void crop_or_leave(Decoder *decoder, const Crop *crop) {
     if (lacks_scans(jpeg))
         leave(decoder, "scans are missing");
     int offset = crop_columns(decoder);
-    size_t pitch = 4 * ((size_t)jpeg->output_width + 1); /* one pixel more, which is multiplied by zero */
+    size_t pixels = (size_t)jpeg->output_width + 1; /* one more, which is multiplied by zero */
+    size_t pitch = (4 * pixels + APART - 1) / APART * APART;
     skip_rows(decoder);
     (down_comes_first(decoder, crop) ? down_then_across : across_then_down)(decoder, crop, offset, pitch);
     if (!jpeg_input_complete(jpeg) && !end_follows(decoder))
