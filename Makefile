@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-slow check bench clean
+.PHONY: train test test-slow asan-native check bench clean
 
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
@@ -14,6 +14,9 @@ test: $(VENV)/.installed-dev ## the tests
 
 test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
 	$(BIN)/python -m pytest -q -m "slow or not slow"
+
+asan-native: $(VENV)/.installed-dev ## the native decoder under sanitizers, on 10,000 damaged JPEGs
+	$(BIN)/python tests/native_asan.py
 
 check: $(VENV)/.installed-dev ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -83,14 +83,20 @@ static void skip_bytes(j_decompress_ptr jpeg, long count) {
     source->bytes_in_buffer -= step;
 }
 
-/* Whether the end-of-image marker is still to come. It is at the very end of nearly every file. */
-static int end_follows(const Decoder *decoder) {
-    if (decoder->jpeg.unread_marker == JPEG_EOI)
-        return 1;
-    const uint8_t *next = decoder->source.next_input_byte;
-    for (size_t i = decoder->source.bytes_in_buffer; i >= 2; i--)
-        if (next[i - 2] == 0xFF && next[i - 1] == JPEG_EOI)
-            return 1;
+static int is_restart(int marker) {
+    return marker >= JPEG_RST0 && marker < JPEG_RST0 + 8;
+}
+
+/* Whether what has not been read runs on to the end-of-image marker without any other. Pillow reads it all, and fails
+ * where it is cut off or where damage looks like a new header; other damage there cannot fail. */
+static int ends_well(const Decoder *decoder) {
+    int parked = decoder->jpeg.unread_marker;
+    if (parked && !is_restart(parked))
+        return parked == JPEG_EOI;
+    const uint8_t *next = decoder->source.next_input_byte, *end = next + decoder->source.bytes_in_buffer;
+    while ((next = memchr(next, 0xFF, (size_t)(end - next))) && ++next < end)
+        if (*next != 0 && *next != 0xFF && !is_restart(*next))
+            return *next == JPEG_EOI;
     return 0;
 }
 
@@ -277,8 +283,8 @@ static void crop_or_leave(Decoder *decoder, const Crop *crop) {
     size_t pitch = (4 * pixels + APART - 1) / APART * APART;
     skip_rows(decoder);
     (down_comes_first(decoder, crop) ? down_then_across : across_then_down)(decoder, crop, offset, pitch);
-    if (!jpeg_input_complete(jpeg) && !end_follows(decoder))
-        leave(decoder, "the file is truncated");
+    if (!jpeg_input_complete(jpeg) && !ends_well(decoder))
+        leave(decoder, "damaged or cut off below the crop");
 }
 
 int crop_jpeg(Decoder *decoder, const Crop *crop, char *reason) {

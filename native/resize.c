@@ -3,7 +3,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(PLAIN_SUMS)
 #define HAVE_AVX2 1
 #endif
 
