@@ -26,7 +26,7 @@ check: $(VENV)/.installed-dev ## format, lint, types
 bench: $(VENV)/.installed ## the training step on this machine
 	$(BIN)/podscale bench step
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "podscale needs Python 3.11 or newer, not " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
@@ -37,4 +37,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist src/*.egg-info src/podscale/data/_native*.so

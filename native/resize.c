@@ -112,8 +112,12 @@ void free_pass(Pass *pass) {
 
 /* --- sums, in plain C --------------------------------------------------------------------------------------------- */
 
-static uint8_t rounded(int32_t upper, int32_t lower) {
-    int32_t value = ((upper << HALVES) + lower + HALF) >> PRECISION;
+static int32_t weight(const Pair *pair, int which) {
+    return ((int32_t)pair->upper[which] << HALVES) + pair->lower[which];
+}
+
+static uint8_t rounded(int32_t sum) {
+    int32_t value = (sum + HALF) >> PRECISION;
     return (uint8_t)(value > 255 ? 255 : value);
 }
 
@@ -121,27 +125,32 @@ static void row_plain(const Pass *pass, const uint8_t *restrict line, int offset
     const Pair *pair = pass->weights;
     for (int place = 0; place < pass->places; place++, row += 3) {
         const uint8_t *pixel = line + 4 * (size_t)(pass->first[place] - offset);
-        int32_t upper[4] = {0}, lower[4] = {0};
-        for (int p = 0; p < pass->pairs; p++, pair++, pixel += 8)
-            for (int c = 0; c < 4; c++) {
-                upper[c] += pixel[c] * pair->upper[0] + pixel[c + 4] * pair->upper[1];
-                lower[c] += pixel[c] * pair->lower[0] + pixel[c + 4] * pair->lower[1];
-            }
-        for (int c = 0; c < 3; c++)
-            row[c] = rounded(upper[c], lower[c]);
+        int32_t red = 0, green = 0, blue = 0;
+        for (int p = 0; p < pass->pairs; p++, pair++, pixel += 8) {
+            int32_t left = weight(pair, 0), right = weight(pair, 1);
+            red += pixel[0] * left + pixel[4] * right;
+            green += pixel[1] * left + pixel[5] * right;
+            blue += pixel[2] * left + pixel[6] * right;
+        }
+        row[0] = rounded(red), row[1] = rounded(green), row[2] = rounded(blue);
     }
 }
 
+/* A block of bytes at a time, so that the compiler can make vectors of the innermost loop. */
 static void column_plain(const Pair *pairs, int n, const uint8_t *restrict rows, size_t stride, int from, int bytes,
                          uint8_t *restrict out) {
-    for (int x = from; x < bytes; x++) {
-        int32_t upper = 0, lower = 0;
-        const uint8_t *above = rows + x;
-        for (int p = 0; p < n; p++, above += 2 * stride) {
-            upper += above[0] * pairs[p].upper[0] + above[stride] * pairs[p].upper[1];
-            lower += above[0] * pairs[p].lower[0] + above[stride] * pairs[p].lower[1];
+    enum { BLOCK = 64 };
+    for (int x = from; x < bytes; x += BLOCK) {
+        int width = bytes - x < BLOCK ? bytes - x : BLOCK;
+        int32_t sums[BLOCK] = {0};
+        const uint8_t *even = rows + x, *odd = even + stride;
+        for (int p = 0; p < n; p++, even += 2 * stride, odd += 2 * stride) {
+            int32_t above = weight(&pairs[p], 0), below = weight(&pairs[p], 1);
+            for (int i = 0; i < width; i++)
+                sums[i] += even[i] * above + odd[i] * below;
         }
-        out[x] = rounded(upper, lower);
+        for (int i = 0; i < width; i++)
+            out[x + i] = rounded(sums[i]);
     }
 }
 
@@ -152,7 +161,7 @@ static void column_plain(const Pair *pairs, int n, const uint8_t *restrict rows,
 #include <string.h>
 #define AVX2 __attribute__((target("avx2")))
 
-/* Sixteen sums of pairs, from upper and lower halves to 16-bit results. */
+/* Eight sums put together of their upper and lower halves, and rounded. */
 AVX2 static inline __m256i whole(__m256i upper, __m256i lower) {
     __m256i sum = _mm256_add_epi32(_mm256_slli_epi32(upper, HALVES), lower);
     return _mm256_srai_epi32(_mm256_add_epi32(sum, _mm256_set1_epi32(HALF)), PRECISION);
