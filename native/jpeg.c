@@ -249,6 +249,7 @@ static void across_then_down(Decoder *decoder, const Crop *crop, int offset, siz
         resize_column(&decoder->down, y, rows, stride, (int)stride, crop->out + y * stride);
 }
 
+/* The order of tall pictures: all rows are decoded before the first is resized. */
 static void down_then_across(Decoder *decoder, const Crop *crop, int offset, size_t pitch) {
     size_t stride = 3 * (size_t)crop->size;
     size_t count = (size_t)(decoder->down.to - decoder->down.from);

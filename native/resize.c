@@ -172,7 +172,7 @@ AVX2 static inline __m256i both(const void *low, const void *high) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(first), _mm_loadl_epi64(high), 1);
 }
 
-/* Two places at a time, one in each half of the register: R0R1 G0G1 B0B1 X0X1 of two pixels against their two weights. */
+/* Two places at a time, one in each half of the register: R0R1 G0G1 B0B1 X0X1 of two pixels, and their two weights. */
 AVX2 static inline __attribute__((always_inline)) void row_pairs(const Pass *pass, const uint8_t *line, int offset,
                                                                  uint8_t *row, const int pairs) {
     const __m256i interleave = _mm256_broadcastsi128_si256(
@@ -214,7 +214,8 @@ AVX2 static void column_avx2(const Pair *pairs, int n, const uint8_t *rows, size
         __m256i upper[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
         __m256i lower[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
         for (int p = 0; p < n; p++, above += 2 * stride) {
-            __m128i even = _mm_loadu_si128((const __m128i *)above), odd = _mm_loadu_si128((const __m128i *)(above + stride));
+            __m128i even = _mm_loadu_si128((const __m128i *)above);
+            __m128i odd = _mm_loadu_si128((const __m128i *)(above + stride));
             __m256i pixels[2] = {_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(even, odd)),
                                  _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(even, odd))};
             int32_t halves[2];
