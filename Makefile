@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-slow check bench clean
+.PHONY: train test test-slow asan-native check bench clean
 
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
@@ -15,6 +15,9 @@ test: $(VENV)/.installed-dev ## the tests
 test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
 	$(BIN)/python -m pytest -q -m "slow or not slow"
 
+asan-native: $(VENV)/.installed-dev ## the native decoder under sanitizers, on 10,000 damaged JPEGs
+	$(BIN)/python tests/native_asan.py
+
 check: $(VENV)/.installed-dev ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -23,7 +26,7 @@ check: $(VENV)/.installed-dev ## format, lint, types
 bench: $(VENV)/.installed ## the training step on this machine
 	$(BIN)/podscale bench step
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "podscale needs Python 3.11 or newer, not " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
@@ -34,4 +37,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist src/*.egg-info src/podscale/data/_native*.so

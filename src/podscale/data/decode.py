@@ -1,4 +1,8 @@
-"""Decode: bytes and a crop box -> pixels. The plain twin, on Pillow, that fixes what the right pixels are.
+"""Decode: bytes and a crop box -> pixels. The native decoder and its plain twin, which fixes what pixels are right.
+
+The plain twin is Pillow. The native decoder (`native/`, in C) decodes only the part of a JPEG that a crop needs, gives
+the same pixels, and leaves whatever is not an ordinary, flawless JPEG to the twin; so does a package that was installed
+without a compiler, and `PODSCALE_DECODER=plain`.
 
 Everything else asks for pixels through `crop_batch` alone. Whatever the file, the result is uint8 RGB:
 
@@ -16,14 +20,17 @@ whole is a `UserError` that names it.
 """
 
 import io
+import os
 import struct
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from types import ModuleType
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 from PIL import Image
 from PIL.ImageFile import ImageFile
@@ -36,6 +43,12 @@ from podscale.errors import UserError
 if TYPE_CHECKING:
     from podscale.data.index import Index
 
+_native: ModuleType | None
+try:
+    from podscale.data import _native
+except ImportError:  # the package was installed where there is no C compiler or no libjpeg-turbo
+    _native = None
+
 MAX_PIXELS = 2**28
 PICTURES_PER_TASK = 16  # decoding takes a millisecond a picture
 ARRAYS_PER_TASK = 1024  # copying takes a microsecond or two
@@ -43,6 +56,23 @@ ARRAYS_PER_TASK = 1024  # copying takes a microsecond or two
 # Pillow warns of flaws that leave the pixels whole. Its own limits on pixels live in `Image.open`, which is not used
 # here: it would change a setting of the whole process to move them.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+
+# Pillow 13 resizes tall pictures vertically first, which shows in the last bit of a pixel.
+_TALL_FIRST = int(PIL.__version__.split(".")[0]) >= 13
+
+
+def decoder() -> str:
+    """Which decoder crops JPEG files here: "native", or "plain" and why."""
+    wanted = os.environ.get("PODSCALE_DECODER", "")
+    if wanted not in ("", "native", "plain"):
+        raise UserError(f'PODSCALE_DECODER is "{wanted}"; set it to "native" or "plain", or not at all')
+    if wanted == "plain":
+        return "plain (PODSCALE_DECODER asks for it)"
+    if _native is None:
+        return (
+            "plain (the native decoder was not built: install a C compiler and libjpeg-turbo's headers, then podscale)"
+        )
+    return "native"
 
 
 @dataclass(frozen=True)
@@ -110,6 +140,15 @@ def crop_batch(
         )
         return
 
+    if index.images is None and decoder() == "native":
+        spread(
+            pool,
+            lambda part: _crop_files(index, samples[part], boxes[part], flips[part], size, out[part]),
+            len(samples),
+            PICTURES_PER_TASK,
+        )
+        return
+
     def pictures(part: slice) -> None:
         for i in range(part.start, part.stop):
             sample = int(samples[i])
@@ -117,6 +156,23 @@ def crop_batch(
             crop(source, boxes[i], bool(flips[i]), size, out[i], index.name(sample))
 
     spread(pool, pictures, len(samples), PICTURES_PER_TASK)
+
+
+def _crop_files(
+    index: "Index",
+    samples: NDArray[np.integer],
+    boxes: NDArray[np.float64],
+    flips: NDArray[np.bool_],
+    size: int,
+    out: NDArray[np.uint8],
+) -> None:
+    """Natively, in this thread; pictures that the native decoder leaves, in the plain way."""
+    assert _native is not None
+    sources = [index.read(int(sample)) for sample in samples]
+    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
+    left = _native.crop_jpegs(sources, edges, mirrored, size, out, 1, MAX_PIXELS, _TALL_FIRST)
+    for i, _ in left:
+        crop(sources[i], boxes[i], bool(flips[i]), size, out[i], index.name(int(samples[i])))
 
 
 def spread(pool: Executor | None, work: Callable[[slice], None], n: int, per_task: int) -> None:

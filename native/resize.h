@@ -1,0 +1,48 @@
+/* Resize: Pillow's antialiased bilinear filter, bit for bit, in two passes.
+ *
+ * A pass turns every output place into a weighted sum of a few neighbouring inputs. Weights are fixed-point numbers of
+ * PRECISION bits, sums are rounded half up, and the horizontal pass rounds to 8 bits before the vertical one begins:
+ * Pillow's scheme, so that equal input pixels give equal output pixels.
+ */
+#ifndef PODSCALE_RESIZE_H
+#define PODSCALE_RESIZE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { PRECISION = 22, HALVES = PRECISION / 2 };
+
+/* Two neighbouring weights, each cut into an upper and a lower part of HALVES bits: products of 16-bit numbers are what
+ * processors multiply fastest, and `upper << HALVES | lower` puts the exact weight together again. */
+typedef struct {
+    int16_t upper[2], lower[2];
+} Pair;
+
+/* What every output place needs: inputs first[place] and on, 2 * pairs of them. All inputs together are from .. to - 1;
+ * input `to` itself may be read too, and is multiplied by zero. */
+typedef struct {
+    int places, pairs;
+    int from, to;
+    int *first;     /* [places] */
+    Pair *weights;  /* [places, pairs] */
+    double *scratch;
+    size_t room_places, room_weights, room_scratch; /* bytes allocated */
+} Pass;
+
+/* Plans the pass from the stretch start..end of `inputs` pixels to `places` pixels, in reverse order if `mirrored`.
+ * Returns 0, or -1 where memory ran out. Buffers of an earlier plan are used again. */
+int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mirrored);
+void free_pass(Pass *pass);
+
+/* A buffer of at least `bytes`, the old one where it is large enough; NULL where memory ran out. */
+void *roomy(void *buffer, size_t *room, size_t bytes);
+
+/* The horizontal pass on one row: `line` holds RGBX pixels from input `offset` on; `row` receives packed RGB, and up to
+ * WASTE bytes of rubbish after it. */
+enum { WASTE = 8 };
+void resize_row(const Pass *pass, const uint8_t *line, int offset, uint8_t *row);
+
+/* The vertical pass for one place: `rows` begins with input `from`, each of `bytes` bytes, `stride` apart. */
+void resize_column(const Pass *pass, int place, const uint8_t *rows, size_t stride, int bytes, uint8_t *out);
+
+#endif
