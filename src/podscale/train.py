@@ -12,7 +12,7 @@ from rich.console import Console
 
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints
-from podscale.data import loader
+from podscale.data import decode, loader
 from podscale.job import Evaluator, Job, compiled_step, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
@@ -47,6 +47,8 @@ def train(
         run = _opened(job, folder)
     console = (console or Console()) if pods.speaks() else Console(quiet=True)
     console.print(table("plan", job.plan.rows()))
+    if recipe.data.source == "folder" and decode.decoder() != "native":
+        console.print(f"decoder: {decode.decoder()}", highlight=False)
     with Checkpoints(run.checkpoints, job.plan.keep) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, checkpoints, console)
