@@ -286,7 +286,7 @@ def _takes_recipe(parser: argparse.ArgumentParser, default: str) -> None:
 
 def _takes_machine(parser: argparse.ArgumentParser) -> None:
     _takes_fields(parser, (("pod", PodOptions), ("plan", Options)))
-    group = parser.add_argument_group("processes", "Joined by themselves under Slurm, MPI and on TPU pods.")
+    group = parser.add_argument_group("processes", "Joined by themselves under Slurm and Open MPI.")
     group.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where process 0 listens")
     group.add_argument("--processes", type=int, default=0, metavar="N", help="how many there are")
     group.add_argument("--process", type=int, default=-1, metavar="I", help="which one this is")

@@ -132,7 +132,7 @@ class Teller:
         self._display: Display | None = None
 
     def begin(self) -> None:
-        """The first batch is asked for now."""
+        """The clock starts: the first batch is about to be asked for."""
         self._began = self._read = time.perf_counter()
         self._journal = Journal(self.run.folder, self._start) if speaks() else None
         self._display = Display(self.console, self.plan.steps, self._start)
