@@ -1,11 +1,15 @@
 """Job: a recipe on a pod, ready to train or to evaluate. All that comes before the first compilation, and the last."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podscale import models, optim
@@ -21,6 +25,7 @@ from podscale.options import Options
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.recipe import Recipe
+from podscale.run import Run
 from podscale.step import State
 
 
@@ -65,14 +70,47 @@ def assemble(
     return Job(recipe, plan, mesh, data, net, optimizer, schedule, state)
 
 
-def compiled_step(job: Job) -> Any:
+def compiled_step(job: Job, run: Run | None = None) -> Any:
     """The train call, compiled ahead of its first use, so that its time is booked as what it is."""
     size, shape = job.recipe.data.image_size, job.plan.batch_shape
     sharding = pods.batch_sharding(job.mesh, axis=2)
     images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=sharding)
     labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     call = steps.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh)
-    return call.lower(job.state, images, labels, jax.ShapeDtypeStruct((), np.int32)).compile()
+    lowered = call.lower(job.state, images, labels, jax.ShapeDtypeStruct((), np.int32))
+    return compiled(lowered, job.plan, run)
+
+
+def compiled(lowered: Any, plan: Plan, run: Run | None) -> Any:
+    """The program. If the plan is to be deterministic and runs on GPUs, the very one that the run began with.
+
+    GPU programs differ from one compilation to the next in the algorithms that happened to be fastest when they were
+    tried. So they are kept in the run, where the next session finds them, and algorithms whose sums come out in another
+    order each time are not tried at all.
+    """
+    if not plan.deterministic or jax.default_backend() != "gpu":
+        return lowered.compile()
+    options = {"xla_gpu_exclude_nondeterministic_ops": True}
+    with programs_kept_in(run.programs) if run else nullcontext():
+        return lowered.compile(options)
+
+
+@contextmanager
+def programs_kept_in(folder: Path) -> Iterator[None]:
+    """What is compiled meanwhile is looked up in this folder, and kept there."""
+    wanted = {"jax_compilation_cache_dir": str(folder.absolute()), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in wanted}
+    _set_cache(wanted)
+    try:
+        yield
+    finally:
+        _set_cache(before)
+
+
+def _set_cache(settings: dict[str, Any]) -> None:
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
 
 
 def train_batches(job: Job, calls: list[range]) -> loader.Batches:
@@ -83,14 +121,15 @@ def train_batches(job: Job, calls: list[range]) -> loader.Batches:
 class Evaluator:
     """Exact evaluation on all devices: every example counts once, whatever the host and device count."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, run: Run | None = None) -> None:
         self._job = job
         self._sharding = pods.batch_sharding(job.mesh)
         size, count = job.recipe.data.image_size, job.plan.eval_images * job.plan.pod.size
         images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=self._sharding)
         labels = jax.ShapeDtypeStruct((count,), np.int32, sharding=self._sharding)
         call = steps.eval_call(job.net, job.plan, job.mesh)
-        self._call = call.lower(job.state.params, job.state.stats, images, labels, self._empty()).compile()
+        lowered = call.lower(job.state.params, job.state.stats, images, labels, self._empty())
+        self._call = compiled(lowered, job.plan, run)
 
     def __call__(self, state: State) -> dict[str, float]:
         """Accuracy, top-5 accuracy and mean loss over all validation examples, by the averaged weights if there are."""

@@ -28,4 +28,5 @@ class Options:
     steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")
     eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")
     save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")
+    deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
     keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")

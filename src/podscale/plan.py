@@ -62,6 +62,7 @@ class Plan:
     bucket_bytes: int
     save_steps: int
     keep: int
+    deterministic: bool
     memory: Memory
 
     # --- images ---
@@ -173,6 +174,7 @@ class Plan:
             "summation": self.summation,
             "payload": self.payload,
             "bucket_bytes": self.bucket_bytes,
+            "deterministic": self.deterministic,
             "lanes_per_host": lanes_per_host(self),
             "steps": self.steps,
             "steps_per_epoch": self.steps_per_epoch,
@@ -242,6 +244,7 @@ def make(
         bucket_bytes=options.bucket_mib << 20,
         save_steps=options.save_steps,
         keep=options.keep,
+        deterministic=options.deterministic,
         memory=memory,
     )
 

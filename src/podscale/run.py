@@ -5,6 +5,7 @@
     checkpoints/    what was learnt           tensorboard/    the same curves for TensorBoard
     summary.json    how it ended              report.html     all of it to look at
     sample.png      a validation picture, to try `predict` with
+    programs/       of a deterministic run on GPU: what was compiled
 
 The same command on the same folder resumes. A folder never holds two recipes.
 """
@@ -96,6 +97,10 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    @property
+    def programs(self) -> Path:
+        return self.folder / "programs"
 
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the model's outputs."""

@@ -87,7 +87,7 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller) 
     plan, state, ledger = job.plan, job.state, teller.ledger
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
-        call, evaluate = compiled_step(job), Evaluator(job)
+        call, evaluate = compiled_step(job, teller.run), Evaluator(job, teller.run)
     with train_batches(job, calls) as batches:
         teller.begin()
         for done in calls:
