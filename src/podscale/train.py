@@ -47,7 +47,7 @@ def train(
         run = _opened(job, folder)
     console = (console or Console()) if pods.speaks() else Console(quiet=True)
     console.print(table("plan", job.plan.rows()))
-    if recipe.data.source == "folder" and decode.decoder() != "native":
+    if job.data.train.images is None and decode.decoder() != "native":
         console.print(f"decoder: {decode.decoder()}", highlight=False)
     with Checkpoints(run.checkpoints, job.plan.keep) as checkpoints:
         with ledger.measure("restore"):
