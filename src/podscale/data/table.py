@@ -62,11 +62,10 @@ class Strings:
     @classmethod
     def joined(cls, parts: Sequence["Strings"]) -> Self:
         """The names of all parts, one after the other."""
-        starts = [np.zeros(1, np.int64)]
-        for part in parts:
-            starts.append(part.starts[1:] + starts[-1][-1])
+        before = np.cumsum([0, *(len(part.blob) for part in parts)])
+        starts = [part.starts[1:] + first for part, first in zip(parts, before[:-1], strict=True)]
         blobs = [part.blob for part in parts]
-        return cls(np.concatenate([np.zeros(0, np.uint8), *blobs]), np.concatenate(starts))
+        return cls(np.concatenate([np.zeros(0, np.uint8), *blobs]), np.concatenate([np.zeros(1, np.int64), *starts]))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
