@@ -104,8 +104,10 @@ class Reader:
 
     def varint(self, at: int, end: int) -> tuple[int, int]:
         """A number of 64 bits, seven a byte, the lowest first, as protobuf and Thrift have them; and where it ends."""
-        value = 0
-        for place, byte in enumerate(self.at(at, min(10, max(end - at, 0)), end)):
+        data, value = self.at(at, min(10, max(end - at, 0)), end), 0
+        if data and data[0] < 128:  # as most are
+            return data[0], at + 1
+        for place, byte in enumerate(data):
             value |= (byte & 127) << 7 * place
             if byte < 128:
                 return value & (2**64 - 1), at + place + 1

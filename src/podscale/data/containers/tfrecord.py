@@ -18,6 +18,7 @@ from podscale.errors import UserError
 LAYOUT = "train-00000-of-01024 and so on, and validation-*, val-* or test-*, or folders of these names"
 PICTURE, LABEL = b"image/encoded", b"image/class/label"
 NAMES = (b"image/class/synset", b"image/class/text")  # the first that is there names the class
+_WANTED = {PICTURE, LABEL, *NAMES}
 MOST_TEXT_BYTES = 2**12
 _SHARD = re.compile(r"-\d+-of-\d+$|\.tfrecords?$|\.tfrecords?-\d+-of-\d+$")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -92,11 +93,9 @@ def _example(reader: Reader, start: int, end: int) -> tuple[int, int, int, str]:
     found: dict[bytes, tuple[int, int]] = {}
     for features in _inside(reader, start, end, 1):
         for entry in _inside(reader, *features, 1):
-            key = next(_inside(reader, *entry, 1), (0, 0))
-            length = key[1] - key[0]
-            if length <= MOST_TEXT_BYTES:
-                for value in _inside(reader, *entry, 2):
-                    found[reader.at(key[0], length)] = value
+            key, value = _entry(reader, *entry)
+            if key in _WANTED:
+                found[key] = value
     if PICTURE not in found or LABEL not in found:
         missing = PICTURE if PICTURE not in found else LABEL
         raise reader.damaged(start, f"a record has no {missing.decode()}")
@@ -109,6 +108,17 @@ def _example(reader: Reader, start: int, end: int) -> tuple[int, int, int, str]:
         raise reader.damaged(name[0], "a class's name is too long")
     text = reader.at(name[0], name[1] - name[0]).decode("utf-8", "replace")
     return picture[0][0], picture[0][1] - picture[0][0], _integer(reader, *found[LABEL]), text
+
+
+def _entry(reader: Reader, start: int, end: int) -> tuple[bytes, tuple[int, int]]:
+    """Key and range of the value of an entry of the map of features."""
+    key, value = b"", (start, start)
+    for number, kind, first, last in _fields(reader, start, end):
+        if number == 1 and kind == _BYTES and last - first <= MOST_TEXT_BYTES:
+            key = reader.at(first, last - first)
+        elif number == 2 and kind == _BYTES:
+            value = first, last
+    return key, value
 
 
 def _values(reader: Reader, start: int, end: int) -> Iterator[tuple[int, int]]:
