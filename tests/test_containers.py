@@ -417,7 +417,7 @@ def test_refuses_rows_without_a_picture(tmp_path, version):
     ("columns", "words"),
     [
         ({"image": [b"1"]}, "has no column label; its columns are image"),
-        ({"picture": [b"1"], "label": [0]}, "has no column image with the bytes of pictures; its columns are picture"),
+        ({"picture": [b"1"], "label": [0]}, "has no column image with the bytes of pictures; its columns are label"),
         ({"image": [[b"1"]], "label": [0]}, "has no column image with the bytes"),
         ({"image": [7], "label": [0]}, "has no single picture a row"),
         ({"image": [b"1"], "label": ["cat"]}, "has labels of type string"),
