@@ -11,7 +11,6 @@ less than it does the clock on the wall. Differences are to Pillow's resize of t
 """
 
 import argparse
-import io
 import os
 import statistics
 import time
@@ -22,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from podscale.data import decode
-from podscale.data.index import Index
+from podscale.data.index import Index, files_index
 from podscale.data.order import crop_boxes
 from podscale.recipe import Augment
 
@@ -48,9 +47,7 @@ def index_of(folder: Path, most: int) -> Index:
     paths = sorted(str(path) for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))[:most]
     if not paths:
         raise SystemExit(f"no .jpg or .jpeg files below {folder}")
-    headers = [decode.read_header(io.BytesIO(Path(path).read_bytes()), path) for path in paths]
-    sizes = np.array([(header.width, header.height) for header in headers], np.int32)
-    return Index(np.zeros(len(paths), np.int32), sizes, paths=tuple(paths))
+    return files_index(paths)
 
 
 def compare(index: Index, boxes: np.ndarray, flips: np.ndarray, size: int, rounds: int) -> None:
@@ -93,7 +90,7 @@ def native(index: Index, boxes: np.ndarray, flips: np.ndarray, size: int, out: n
 
 
 def pillow(index: Index, boxes: np.ndarray, flips: np.ndarray, size: int, out: np.ndarray) -> None:
-    for i, path in enumerate(index.paths):
+    for i, path in enumerate(map(index.name, range(len(index)))):
         with open(path, "rb") as file:
             picture = Image.open(file).convert("RGB")
         picture = picture.crop(tuple(boxes[i].astype(int).tolist())).resize((size, size), Image.Resampling.BILINEAR)
@@ -103,7 +100,7 @@ def pillow(index: Index, boxes: np.ndarray, flips: np.ndarray, size: int, out: n
 def opencv(index: Index, boxes: np.ndarray, flips: np.ndarray, size: int, out: np.ndarray) -> None:
     import cv2
 
-    for i, path in enumerate(index.paths):
+    for i, path in enumerate(map(index.name, range(len(index)))):
         picture = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
         left, top, right, bottom = boxes[i].astype(int)
         part = cv2.resize(picture[top:bottom, left:right], (size, size), interpolation=cv2.INTER_LINEAR)

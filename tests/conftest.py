@@ -1,7 +1,16 @@
 """Sixteen virtual CPU devices for the whole test session, so that one process holds any pod up to 4x4."""
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 jax.devices()  # starts the backend, so that no test can ask for fewer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Indexes that the tests keep are not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

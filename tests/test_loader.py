@@ -289,7 +289,8 @@ def test_closing_does_not_wait_for_the_whole_batch(tmp_path, recipe):
 
     path = tmp_path / "a.png"
     Image.new("RGB", (9, 9)).save(path)
-    index = Slow(np.zeros(4000, np.int32), np.full((4000, 2), 9, np.int32), paths=(str(path),) * 4000)
+    files = files_index([path] * 4000)
+    index = Slow(files.labels, files.sizes, files=files.files)
     batches = eval_batches(index, recipe, sharding(1, 0), 4000, threads=2)
     assert begun.wait(10)
     began = time.monotonic()

@@ -1,12 +1,15 @@
 """A run's folder: one recipe for ever, files all there or not at all, a journal that a kill does not break."""
 
+import io
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from podscale import telemetry
 from podscale.errors import UserError
 from podscale.recipe import load, override
 from podscale.run import Run, write_atomically
@@ -231,3 +234,16 @@ def test_time_is_booked_though_the_work_fails():
     with pytest.raises(ValueError, match="broken"), ledger.measure("train"):
         raise ValueError("broken")
     assert ledger.parts()["train"] > 0
+
+
+# --- the scan of a data set ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
+    monkeypatch.setattr(telemetry, "PLAIN_EVERY_S", 0)
+    shown = io.StringIO()
+    with telemetry.scanning(Console(file=shown, force_terminal=terminal, width=100)) as tell:
+        assert "indexing" not in shown.getvalue()
+        tell("pictures", 1200, 5000)
+    assert ("1200/5000" if terminal else "indexing pictures: 1,200 of 5,000\n") in shown.getvalue()

@@ -17,6 +17,7 @@ from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
 from podscale.data import loader
+from podscale.data.files import Progress
 from podscale.data.index import NO_PICTURES, Splits, open_index
 from podscale.data.order import Order
 from podscale.memory import footprint
@@ -42,9 +43,15 @@ class Job(NamedTuple):
     state: State
 
 
-def prepare(recipe: Recipe, pod: Pod, options: Options = Options(), model: nnx.Module | None = None) -> Job:
-    """Index, model, plan and initial state; `model` replaces the recipe's own."""
-    data = open_index(recipe.data)
+def prepare(
+    recipe: Recipe,
+    pod: Pod,
+    options: Options = Options(),
+    model: nnx.Module | None = None,
+    progress: Progress | None = None,
+) -> Job:
+    """Index, model, plan and initial state; `model` replaces the recipe's own; `progress` is told of the index."""
+    data = open_index(recipe.data, progress)
     counts = Counts(len(data.train), len(data.val), len(data.classes))
     Order(counts.train, recipe.data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
     return assemble(recipe, pod, counts, options, model, data)

@@ -25,8 +25,10 @@ from podscale.fields import documented as _field
 class Data:
     """Where the pictures come from and what they look like on arrival."""
 
-    source: Literal["digits", "folder", "npz"] = _field("digits", "embedded digits, an image folder, or an .npz file")
-    path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE) or the .npz file")
+    source: Literal["digits", "folder", "npz", "tar", "tfrecord", "parquet"] = _field(
+        "digits", "embedded digits, an image folder, an .npz file, or a folder of shards"
+    )
+    path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
     image_size: int = _field(8, "side of the square the model sees, in pixels")
     lanes: int = _field(1, "independent shuffles the data set is cut into; a host reads only its own lanes")
     classes: int = _field(0, "number of classes; 0: as found")

@@ -19,7 +19,7 @@ from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.report.words import table
 from podscale.run import Run
-from podscale.telemetry import Ledger, Teller
+from podscale.telemetry import Ledger, Teller, scanning
 from podscale.until import Until
 
 
@@ -43,11 +43,13 @@ def train(
     folder = Path(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe)
     with ledger.measure("start"):
-        job = prepare(recipe, pod or pods.find(), options, model)
+        pod = pod or pods.find()
+        console = (console or Console()) if pods.speaks() else Console(quiet=True)
+        with scanning(console) as progress:
+            job = prepare(recipe, pod, options, model, progress)
         run = _opened(job, folder)
-    console = (console or Console()) if pods.speaks() else Console(quiet=True)
     console.print(table("plan", job.plan.rows()))
-    if recipe.data.source == "folder" and decode.decoder() != "native":
+    if job.data.train.images is None and decode.decoder() != "native":
         console.print(f"decoder: {decode.decoder()}", highlight=False)
     with Checkpoints(run.checkpoints, job.plan.keep) as checkpoints:
         with ledger.measure("restore"):

@@ -1,28 +1,24 @@
 """Index: what pictures there are, how large, of which class. Nothing is copied; nothing depends on the machine.
 
 `open_index` turns a recipe's data section into two indexes, training and validation. A sample is a number from then on:
-the same number is the same picture on every host, since files are sorted by class and name. Pictures live in memory
-(`images`) or in files (`read`).
+the same number is the same picture on every host, since files are sorted by class and name, and shards by name.
+Pictures live in memory (`images`) or in files (`read`, `sources`), of which only a table is kept.
 """
 
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from podscale import recipe
-from podscale.data import decode
+from podscale.data import catalog, decode
+from podscale.data.containers import MOST_CLASSES
+from podscale.data.files import Files, Progress, loose
 from podscale.errors import UserError
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-LAYOUT = "train/CLASS/FILE and val/CLASS/FILE"
-HEADER_THREADS = 16  # they mostly wait for the disk
-MOST_CLASSES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,21 +26,21 @@ class Index:
     """The samples of one split.
 
     `labels` int32 [n]; `sizes` int32 [n, 2], width and height after EXIF orientation; either `images` uint8
-    [n, height, width, 3] or `paths`; `noun` names a sample that has no path.
+    [n, height, width, 3] or `files`; `noun` names a sample that is in no file.
     """
 
     labels: NDArray[np.int32]
     sizes: NDArray[np.int32]
     images: NDArray[np.uint8] | None = None
-    paths: tuple[str, ...] = ()
+    files: Files | None = None
     noun: str = "picture"
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def name(self, sample: int) -> str:
-        """What a person would call the sample: its path, or its noun and number."""
-        return self.paths[sample] if self.paths else f"{self.noun} {sample}"
+        """What a person would call the sample: where it is, or its noun and number."""
+        return f"{self.noun} {sample}" if self.files is None else self.files.name(sample)
 
     def pixels(self, sample: int) -> NDArray[np.uint8]:
         """The whole picture, upright, uint8 [height, width, 3]."""
@@ -53,11 +49,27 @@ class Index:
         return decode.decode(self.read(sample), self.name(sample))
 
     def read(self, sample: int) -> bytes:
-        """The file's bytes, of an index of files."""
-        try:
-            return Path(self.paths[sample]).read_bytes()
-        except OSError as error:
-            raise UserError(f"cannot read {self.paths[sample]}: {error.strerror}; replace or remove it") from error
+        """The encoded picture, of an index of files."""
+        return self._files().read(sample)
+
+    def sources(
+        self, samples: Sequence[int] | NDArray[np.integer]
+    ) -> tuple[list[str | int], NDArray[np.int64], NDArray[np.int64]]:
+        """Where the encoded pictures are, for whoever reads them itself: (sources, offsets, lengths).
+
+        A source is a file's path or the descriptor of an open container, to be read by `pread` alone. Descriptors stay
+        open as long as the index lives.
+        """
+        return self._files().sources(np.asarray(samples, np.int64))
+
+    def bytes_of(self, samples: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+        """How many bytes each encoded picture has."""
+        return self._files().table.lengths[np.asarray(samples, np.int64)]
+
+    def _files(self) -> Files:
+        if self.files is None:
+            raise ValueError("the pictures of this index are arrays, not files")
+        return self.files
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +85,20 @@ _EMPTY = Index(np.zeros(0, np.int32), np.zeros((0, 2), np.int32))
 NO_PICTURES = Splits(_EMPTY, _EMPTY, ())
 
 
-def open_index(data: recipe.Data) -> Splits:
+def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
     """The pictures that a recipe's data section names, checked against the numbers it gives.
+
+    A scan of files tells `progress` what is counted ("folders", "files", "pictures"), how many are done, and of how
+    many; an index that is kept is not scanned.
 
     >>> splits = open_index(recipe.Data(source="digits"))
     >>> len(splits.train), len(splits.val), splits.train.name(17), splits.classes[:3]
     (1437, 360, 'digit 17', ('0', '1', '2'))
     """
-    splits = {"digits": _open_digits, "folder": _open_folder, "npz": _open_npz}[data.source](data.path)
+    if data.source in catalog.FORMATS:
+        splits = _open_files(data.source, data.path, progress)
+    else:
+        splits = {"digits": _open_digits, "npz": _open_npz}[data.source](data.path)
     found = {"classes": len(splits.classes), "train_samples": len(splits.train), "val_samples": len(splits.val)}
     for field, number in found.items():
         if getattr(data, field) not in (0, number):
@@ -93,13 +111,33 @@ def open_index(data: recipe.Data) -> Splits:
 
 def files_index(paths: Sequence[str | os.PathLike[str]]) -> Index:
     """An index of loose files, to predict their classes; labels are -1."""
-    names = tuple(os.fspath(path) for path in paths)
+    names = [os.fspath(path) for path in paths]
     if not names:
         raise UserError("no pictures are named; name at least one file")
     for name in names:
         if not Path(name).is_file():
             raise UserError(f"there is no picture file {name}; check the path")
-    return Index(np.full(len(names), -1, np.int32), _read_sizes(names), paths=names)
+    files = loose(names)
+    sizes, lengths = files.measure()
+    return _file_index(Files("", replace(files.table, sizes=sizes, lengths=lengths), packed=False))
+
+
+def _open_files(source: str, path: str, progress: Progress | None) -> Splits:
+    train, val, classes = catalog.open_files(source, _existing(path, "folder"), progress)
+    return Splits(_file_index(train), _file_index(val), classes)
+
+
+def _file_index(files: Files) -> Index:
+    return Index(files.table.labels, files.table.sizes, files=files)
+
+
+def _existing(path: str, what: str) -> Path:
+    if not path:
+        raise UserError(f"data.path is empty; name the {what} that holds the pictures")
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise UserError(f"data.path {found} does not exist; name the {what} that holds the pictures")
+    return found
 
 
 def _array_index(images: NDArray[np.uint8], labels: NDArray, noun: str) -> Index:
@@ -121,73 +159,6 @@ def _open_digits(_: str) -> Splits:
     val = np.arange(len(images)) % 5 == 0
     train, validation = (_array_index(images[part], digits.target[part], "digit") for part in (~val, val))
     return Splits(train, validation, tuple(map(str, range(10))))
-
-
-# --- a folder of pictures ------------------------------------------------------------------------------------------
-
-
-def _open_folder(path: str) -> Splits:
-    root = _existing(path, "folder")
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; data.path must hold {LAYOUT}")
-    if not _visible(root):
-        raise UserError(f"the folder {root} is empty; it must hold {LAYOUT}")
-    for split in ("train", "val"):
-        if not (root / split).is_dir():
-            raise UserError(f"{root} has no folder {split}; it must hold {LAYOUT}")
-    files = {split: _class_files(root / split) for split in ("train", "val")}
-    for name in sorted(files["train"].keys() ^ files["val"].keys()):
-        here, there = ("train", "val") if name in files["train"] else ("val", "train")
-        raise UserError(f"class {name} is in {root / here} but not in {root / there}; both need the same classes")
-    classes = tuple(sorted(files["train"]))
-    return Splits(_file_index(files["train"], classes), _file_index(files["val"], classes), classes)
-
-
-def _existing(path: str, what: str) -> Path:
-    if not path:
-        raise UserError(f"data.path is empty; name the {what} that holds the pictures")
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise UserError(f"data.path {found} does not exist; name the {what} that holds the pictures")
-    return found
-
-
-def _visible(folder: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
-
-
-def _class_files(split: Path) -> dict[str, list[str]]:
-    folders = sorted(entry.name for entry in _visible(split) if entry.is_dir())
-    if not folders:
-        raise UserError(f"{split} has no class folders; pictures belong in {split}/CLASS/FILE")
-    files = {}
-    for name in folders:
-        entries = _visible(split / name)
-        files[name] = [entry.path for entry in entries if entry.name.lower().endswith(EXTENSIONS) and entry.is_file()]
-        if not files[name]:
-            kinds = " ".join(EXTENSIONS)
-            raise UserError(f"the class folder {split / name} holds no pictures ({kinds}); add some or remove it")
-    return files
-
-
-def _file_index(files: dict[str, list[str]], classes: Iterable[str]) -> Index:
-    paths = tuple(path for name in classes for path in sorted(files[name], key=os.path.basename))
-    labels = np.repeat(np.arange(len(files), dtype=np.int32), [len(files[name]) for name in classes])
-    return Index(labels, _read_sizes(paths), paths=paths)
-
-
-def _read_sizes(paths: Sequence[str]) -> NDArray[np.int32]:
-    def size(path: str) -> tuple[int, int]:
-        try:
-            with open(path, "rb") as file:
-                header = decode.read_header(file, path)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; replace or remove it") from error
-        return header.width, header.height
-
-    with ThreadPoolExecutor(HEADER_THREADS, "podscale-header") as pool:
-        return np.array(list(pool.map(size, paths)), np.int32).reshape(-1, 2)
 
 
 # --- arrays in an .npz file ----------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""Catalog: the table of a data set on disk, scanned once and kept until the data changes.
+
+A table is kept beside the data (`.podscale-index`, which `store_beside` writes) or else in the user's cache folder, and
+is used only if its fingerprint is that of the data as it is now. To take one costs a listing of the class folders or of
+the shards, never a look at every picture. Several processes may scan and keep the same table at once: files appear
+whole, and the last one stays.
+"""
+
+import hashlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from podscale.data import table as tables
+from podscale.data.containers import Format, Found, Part, folder, parquet, resolved, tar, tfrecord
+from podscale.data.files import THREADS, Files, Progress
+from podscale.data.table import SPLITS, Strings, Table, Tables
+from podscale.errors import UserError
+
+FORMATS: dict[str, Format] = {
+    "folder": folder.FORMAT,
+    "tar": tar.FORMAT,
+    "tfrecord": tfrecord.FORMAT,
+    "parquet": parquet.FORMAT,
+}
+BESIDE = ".podscale-index"
+SETTLED_NS = 2 * 10**9  # file systems' clocks tick; what changed just now may change again without being seen
+
+
+def open_files(kind: str, root: Path, progress: Progress | None = None) -> tuple[Files, Files, tuple[str, ...]]:
+    """The files of both splits and the names of the classes: from a kept table if it is up to date, else scanned."""
+    found = FORMATS[kind].find(root)
+    kept = _kept(kind, found)
+    if kept is None:
+        kept = scan(kind, found, progress)
+        if time.time_ns() - found.newest_ns > SETTLED_NS and FORMATS[kind].find(root) == found:
+            with suppress(OSError):  # without a cache folder the table lives in memory alone
+                tables.save(_cache_file(kind, root), kept)
+    return _files(kind, root, kept.train), _files(kind, root, kept.val), kept.classes
+
+
+def store_beside(kind: str, root: Path, progress: Progress | None = None) -> Path:
+    """Scans a data set and keeps its table beside it, to travel with it: no one has to scan it again.
+
+    Where samples are in shards, the table holds as long as their names and lengths do; copying may change their times.
+    """
+    found = FORMATS[kind].find(root)
+    table = replace(scan(kind, found, progress), fingerprint=found.portable)
+    try:
+        tables.save(root / BESIDE, table)
+    except OSError as error:
+        raise UserError(f"cannot write {root / BESIDE}: {error.strerror}; check its permissions") from error
+    return root / BESIDE
+
+
+def _files(kind: str, root: Path, table: Table) -> Files:
+    return Files(str(root), table, FORMATS[kind].packed)
+
+
+# --- what is kept --------------------------------------------------------------------------------------------------
+
+
+def _kept(kind: str, found: Found) -> Tables | None:
+    for path, fingerprint in (
+        (found.root / BESIDE, found.portable),
+        (_cache_file(kind, found.root), found.fingerprint),
+    ):
+        kept = tables.load(path)
+        if (
+            kept is not None
+            and (kept.kind, kept.fingerprint) == (kind, fingerprint)
+            and all(
+                getattr(kept, split).places == found.places[split] for split in SPLITS
+            )  # and so nothing else is read
+            and all(FORMATS[kind].packed or len(getattr(kept, split).names) for split in SPLITS)
+        ):
+            return kept
+    return None
+
+
+def _cache_file(kind: str, root: Path) -> Path:
+    """Where the table of a data set is kept: $XDG_CACHE_HOME, or ~/.cache, and a digest of the data set's place."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    place = f"{kind}\0{os.path.abspath(root)}".encode("utf-8", "surrogateescape")
+    return cache / "podscale" / "index" / hashlib.sha256(place).hexdigest()[:32]
+
+
+# --- scanning ------------------------------------------------------------------------------------------------------
+
+
+def scan(kind: str, found: Found, progress: Progress | None = None) -> Tables:
+    """Looks at every place and at every picture's header, in parallel."""
+    parts = _parts(FORMATS[kind], found, progress)
+    classes, labels = resolved(found, parts)
+    total = sum(map(len, labels.values()))
+    done, measured = 0, {}
+    for split in SPLITS:
+
+        def tell(what: str, part: int, _: int, before: int = done) -> None:
+            if progress is not None:
+                progress(what, before + part, total)
+
+        table = _table(found.places[split], parts.pop(split), labels[split])
+        sizes, lengths = _files(kind, found.root, table).measure(tell)
+        measured[split] = replace(table, sizes=sizes, lengths=lengths)
+        done += len(table)
+    return Tables(kind, found.fingerprint, classes, **measured)
+
+
+def _parts(form: Format, found: Found, progress: Progress | None) -> dict[str, list[Part]]:
+    places = [os.path.join(found.root, place) for split in SPLITS for place in found.places[split]]
+    parts: list[Part] = []
+    with ThreadPoolExecutor(THREADS, "podscale-scan") as pool:
+        for part in pool.map(form.scan, places):
+            parts.append(part)
+            if progress is not None:
+                progress("files" if form.packed else "folders", len(parts), len(places))
+    first = len(found.places["train"])
+    return {"train": parts[:first], "val": parts[first:]}
+
+
+def _table(places: tuple[str, ...], parts: list[Part], labels: np.ndarray) -> Table:
+    counts = [len(part.labels) for part in parts]
+    return Table(
+        labels,
+        np.zeros((len(labels), 2), np.int32),
+        np.repeat(np.arange(len(parts), dtype=np.int32), counts),
+        np.concatenate([part.offsets for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        Strings.joined([part.names for part in parts]),
+        places,
+    )
