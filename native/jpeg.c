@@ -1,14 +1,11 @@
 #include "jpeg.h"
 
-#include <math.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include <jpeglib.h>
-
-#include "resize.h"
 
 #ifndef LIBJPEG_TURBO_VERSION
 #error "libjpeg-turbo is needed: other libjpegs cannot skip rows"
@@ -22,7 +19,6 @@ enum {
      * memory, whence the resize would have to fetch them again. */
     ASKEW = 4,
     APART = 64, /* bytes between rows are a multiple of this */
-    TALL = 100,     /* times as high as wide: some Pillow 12 resizes such pictures in another order */
 };
 
 struct Decoder {
@@ -32,9 +28,9 @@ struct Decoder {
     jmp_buf escape;
     char *reason;
     int64_t max_pixels;
-    Pass across, down;
-    uint8_t *lines, *rows; /* decoded RGBX, and what the horizontal pass made of it */
-    size_t room_lines, room_rows;
+    Canvas *canvas;
+    uint8_t *lines; /* decoded RGBX */
+    size_t room;
 };
 
 /* --- leaving ------------------------------------------------------------------------------------------------------ */
@@ -148,14 +144,13 @@ static int upright(const Decoder *decoder) {
 
 /* --- decoding ----------------------------------------------------------------------------------------------------- */
 
-static void read_header(Decoder *decoder, const Crop *crop) {
+static void read_header(Decoder *decoder, const uint8_t *data, size_t length) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
-    decoder->source.next_input_byte = crop->data;
-    decoder->source.bytes_in_buffer = crop->length;
+    decoder->source.next_input_byte = data;
+    decoder->source.bytes_in_buffer = length;
     jpeg_save_markers(jpeg, JPEG_APP0 + 1, 0xFFFF);
     jpeg_read_header(jpeg, TRUE);
-    int64_t width = jpeg->image_width, height = jpeg->image_height;
-    if (width * height > decoder->max_pixels)
+    if ((int64_t)jpeg->image_width * jpeg->image_height > decoder->max_pixels)
         leave(decoder, "too many pixels");
     if (jpeg->data_precision != 8)
         leave(decoder, "not 8 bits a channel");
@@ -165,22 +160,6 @@ static void read_header(Decoder *decoder, const Crop *crop) {
         leave(decoder, "arithmetic coding");
     if (!upright(decoder))
         leave(decoder, "EXIF turns it");
-    if (!crop->tall_first && height > TALL * width)
-        leave(decoder, "very tall");
-}
-
-/* Pillow takes boxes in single precision. */
-static void plan_resize(Decoder *decoder, const Crop *crop) {
-    int width = (int)decoder->jpeg.image_width, height = (int)decoder->jpeg.image_height;
-    const double *box = crop->box;
-    if (!(box[0] >= 0 && box[1] >= 0 && box[2] <= width && box[3] <= height))
-        leave(decoder, "the box leaves the picture");
-    float left = (float)box[0], top = (float)box[1], right = (float)box[2], bottom = (float)box[3];
-    if (!(left < right && top < bottom))
-        leave(decoder, "the box is empty");
-    if (plan_pass(&decoder->across, width, left, right, crop->size, crop->flip) ||
-        plan_pass(&decoder->down, height, top, bottom, crop->size, 0))
-        leave(decoder, "out of memory");
 }
 
 /* A progressive file that lacks scans is smoothed, with a view on blocks all around. */
@@ -197,7 +176,7 @@ static int lacks_scans(const struct jpeg_decompress_struct *jpeg) {
 /* Limits decoding to the columns that the horizontal pass needs; returns the first that will be decoded. */
 static int crop_columns(Decoder *decoder) {
     int width = (int)decoder->jpeg.output_width;
-    int left = decoder->across.from - MARGIN, right = decoder->across.to + MARGIN;
+    int left = decoder->canvas->across.from - MARGIN, right = decoder->canvas->across.to + MARGIN;
     if (right - left < NARROWEST)
         right = left + NARROWEST;
     if (right > width)
@@ -212,89 +191,55 @@ static int crop_columns(Decoder *decoder) {
 }
 
 static void skip_rows(Decoder *decoder) {
-    JDIMENSION from = (JDIMENSION)decoder->down.from;
+    JDIMENSION from = (JDIMENSION)decoder->canvas->down.from;
     if (from > 0 && jpeg_skip_scanlines(&decoder->jpeg, from) != from)
         leave(decoder, "rows cannot be skipped");
 }
 
-/* Reads the next rows, LINES or what is left of those needed, `pitch` apart; returns how many. */
-static size_t read_rows(Decoder *decoder, uint8_t *rows, size_t pitch) {
-    JSAMPROW lines[LINES];
+/* Every row is resized as soon as it is decoded. */
+static void read_rows(Decoder *decoder, int offset) {
+    size_t pixels = (size_t)decoder->jpeg.output_width + 1; /* one more, which is multiplied by zero */
+    size_t pitch = (4 * pixels + APART - 1) / APART * APART;
+    decoder->lines = roomy(decoder->lines, &decoder->room, ASKEW + LINES * pitch + OVER);
+    Lines lines = {(uint8_t *)needed(decoder, decoder->lines) + ASKEW, pitch, 0, offset, 4};
+    JSAMPROW rows[LINES];
     for (int i = 0; i < LINES; i++)
-        lines[i] = rows + i * pitch;
-    JDIMENSION left = (JDIMENSION)decoder->down.to - decoder->jpeg.output_scanline;
-    return jpeg_read_scanlines(&decoder->jpeg, lines, left < LINES ? left : LINES);
-}
-
-static uint8_t *rows_of(Decoder *decoder, size_t bytes) {
-    decoder->rows = roomy(decoder->rows, &decoder->room_rows, ASKEW + bytes + WASTE);
-    return (uint8_t *)needed(decoder, decoder->rows) + ASKEW;
-}
-
-static uint8_t *lines_of(Decoder *decoder, size_t bytes) {
-    decoder->lines = roomy(decoder->lines, &decoder->room_lines, ASKEW + bytes + WASTE);
-    return (uint8_t *)needed(decoder, decoder->lines) + ASKEW;
-}
-
-/* The usual order: every row is resized as soon as it is decoded. */
-static void across_then_down(Decoder *decoder, const Crop *crop, int offset, size_t pitch) {
-    size_t stride = 3 * (size_t)crop->size;
-    size_t count = (size_t)(decoder->down.to - decoder->down.from);
-    uint8_t *rows = rows_of(decoder, (count + 1) * stride); /* one more, which is multiplied by zero */
-    uint8_t *lines = lines_of(decoder, LINES * pitch);
-    for (size_t done = 0; done < count;)
-        for (size_t fresh = read_rows(decoder, lines, pitch), i = 0; i < fresh; i++, done++)
-            resize_row(&decoder->across, lines + i * pitch, offset, rows + done * stride);
-    for (int y = 0; y < crop->size; y++)
-        resize_column(&decoder->down, y, rows, stride, (int)stride, crop->out + y * stride);
-}
-
-/* The order of tall pictures: all rows are decoded before the first is resized. */
-static void down_then_across(Decoder *decoder, const Crop *crop, int offset, size_t pitch) {
-    size_t stride = 3 * (size_t)crop->size;
-    size_t count = (size_t)(decoder->down.to - decoder->down.from);
-    uint8_t *rows = rows_of(decoder, (count + LINES) * pitch); /* room for pointers past the last row */
-    uint8_t *line = lines_of(decoder, pitch + stride), *result = line + pitch;
-    for (size_t done = 0; done < count;)
-        done += read_rows(decoder, rows + done * pitch, pitch);
-    for (int y = 0; y < crop->size; y++) {
-        resize_column(&decoder->down, y, rows, pitch, (int)pitch, line);
-        resize_row(&decoder->across, line, offset, result);
-        memcpy(crop->out + y * stride, result, stride);
+        rows[i] = decoder->lines + ASKEW + i * pitch;
+    JDIMENSION left;
+    while ((left = (JDIMENSION)decoder->canvas->down.to - decoder->jpeg.output_scanline) > 0) {
+        lines.count = (int)jpeg_read_scanlines(&decoder->jpeg, rows, left < LINES ? left : LINES);
+        if (lines.count == 0)
+            leave(decoder, "rows are missing");
+        add_rows(decoder->canvas, &lines);
     }
 }
 
-/* Pillow 13's rule. The order shows in the last bit of a pixel, since the first pass rounds. */
-static int down_comes_first(const Decoder *decoder, const Crop *crop) {
-    int64_t width = decoder->jpeg.image_width, height = decoder->jpeg.image_height;
-    return crop->tall_first && height > crop->size && height - crop->size > 2 * (width - crop->size);
-}
-
-static void crop_or_leave(Decoder *decoder, const Crop *crop) {
+static void crop_or_leave(Decoder *decoder, const uint8_t *data, size_t length, const Crop *crop) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
-    read_header(decoder, crop);
-    plan_resize(decoder, crop);
+    read_header(decoder, data, length);
+    const char *why = begin_canvas(decoder->canvas, crop, (int)jpeg->image_width, (int)jpeg->image_height);
+    if (why)
+        leave(decoder, why);
     jpeg->out_color_space = JCS_EXT_RGBX;
     jpeg->dct_method = JDCT_ISLOW;
     jpeg_start_decompress(jpeg);
     if (lacks_scans(jpeg))
         leave(decoder, "scans are missing");
     int offset = crop_columns(decoder);
-    size_t pixels = (size_t)jpeg->output_width + 1; /* one more, which is multiplied by zero */
-    size_t pitch = (4 * pixels + APART - 1) / APART * APART;
     skip_rows(decoder);
-    (down_comes_first(decoder, crop) ? down_then_across : across_then_down)(decoder, crop, offset, pitch);
+    read_rows(decoder, offset);
     if (!jpeg_input_complete(jpeg) && !ends_well(decoder))
         leave(decoder, "damaged or cut off below the crop");
 }
 
-int crop_jpeg(Decoder *decoder, const Crop *crop, char *reason) {
+int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason) {
+    decoder->canvas = canvas;
     decoder->reason = reason;
     if (setjmp(decoder->escape)) {
         jpeg_abort_decompress(&decoder->jpeg);
         return -1;
     }
-    crop_or_leave(decoder, crop);
+    crop_or_leave(decoder, data, length, crop);
     jpeg_abort_decompress(&decoder->jpeg);
     return 0;
 }
@@ -335,9 +280,6 @@ Decoder *new_decoder(int64_t max_pixels) {
 
 void free_decoder(Decoder *decoder) {
     jpeg_destroy_decompress(&decoder->jpeg);
-    free_pass(&decoder->across);
-    free_pass(&decoder->down);
     free(decoder->lines);
-    free(decoder->rows);
     free(decoder);
 }
