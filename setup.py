@@ -8,13 +8,13 @@ from glob import glob
 
 from setuptools import Extension, setup
 
-SOURCES = ("module", "batch", "crop", "source", "jpeg", "pixels", "canvas", "weights", "resize", "resize_avx2")
+SOURCES = sorted(set(glob("native/*.c")) - {"native/fuzz.c"})
 
 setup(
     ext_modules=[
         Extension(
             "podscale.data._native",
-            sources=[f"native/{name}.c" for name in SOURCES],
+            sources=SOURCES,
             depends=sorted(glob("native/*.h")),
             libraries=["jpeg"],
             # Contracted multiply-adds would round the weights of the resize in another way than Pillow does.

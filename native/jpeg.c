@@ -1,15 +1,10 @@
 #include "jpeg.h"
 
-#include <setjmp.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <jpeglib.h>
-
-#ifndef LIBJPEG_TURBO_VERSION
-#error "libjpeg-turbo is needed: other libjpegs cannot skip rows"
-#endif
+#include "guard.h"
+#include "tiles.h"
 
 enum {
     MARGIN = 2,     /* columns on either side that smooth chroma upsampling looks at */
@@ -22,62 +17,18 @@ enum {
 };
 
 struct Decoder {
+    Guard guard;
     struct jpeg_decompress_struct jpeg;
-    struct jpeg_error_mgr errors;
-    struct jpeg_source_mgr source;
-    jmp_buf escape;
-    char *reason;
     int64_t max_pixels;
     Canvas *canvas;
+    int left, top;  /* where what libjpeg decodes lies in the picture */
     uint8_t *lines; /* decoded RGBX */
     size_t room;
+    uint8_t *window; /* the part of a tiled file that is decoded in its place */
+    size_t window_room;
 };
 
-/* --- leaving ------------------------------------------------------------------------------------------------------ */
-
-static _Noreturn void leave(Decoder *decoder, const char *reason) {
-    snprintf(decoder->reason, REASON_BYTES, "%s", reason);
-    longjmp(decoder->escape, 1);
-}
-
-static _Noreturn void on_error(j_common_ptr jpeg) {
-    Decoder *decoder = jpeg->client_data;
-    char message[JMSG_LENGTH_MAX];
-    jpeg->err->format_message(jpeg, message);
-    leave(decoder, message);
-}
-
-/* Pillow carries on after a warning, with pixels that depend on how the file reached libjpeg: it shall decide. */
-static void on_message(j_common_ptr jpeg, int level) {
-    if (level < 0)
-        on_error(jpeg);
-}
-
-static void *needed(Decoder *decoder, void *memory) {
-    if (!memory)
-        leave(decoder, "out of memory");
-    return memory;
-}
-
-/* --- bytes -------------------------------------------------------------------------------------------------------- */
-
-static void nothing(j_decompress_ptr jpeg) {
-    (void)jpeg;
-}
-
-/* Called only when all bytes are used up. */
-static boolean on_end(j_decompress_ptr jpeg) {
-    leave(jpeg->client_data, "the file is truncated");
-}
-
-static void skip_bytes(j_decompress_ptr jpeg, long count) {
-    struct jpeg_source_mgr *source = jpeg->src;
-    size_t step = count < 0 ? 0 : (size_t)count;
-    if (step > source->bytes_in_buffer)
-        step = source->bytes_in_buffer;
-    source->next_input_byte += step;
-    source->bytes_in_buffer -= step;
-}
+/* --- the end ------------------------------------------------------------------------------------------------------ */
 
 static int is_restart(int marker) {
     return marker >= JPEG_RST0 && marker < JPEG_RST0 + 8;
@@ -89,7 +40,7 @@ static int ends_well(const Decoder *decoder) {
     int parked = decoder->jpeg.unread_marker;
     if (parked && !is_restart(parked))
         return parked == JPEG_EOI;
-    const uint8_t *next = decoder->source.next_input_byte, *end = next + decoder->source.bytes_in_buffer;
+    const uint8_t *next = decoder->guard.source.next_input_byte, *end = next + decoder->guard.source.bytes_in_buffer;
     while ((next = memchr(next, 0xFF, (size_t)(end - next))) && ++next < end)
         if (*next != 0 && *next != 0xFF && !is_restart(*next))
             return *next == JPEG_EOI;
@@ -142,41 +93,73 @@ static int upright(const Decoder *decoder) {
     return 1;
 }
 
-/* --- decoding ----------------------------------------------------------------------------------------------------- */
+/* --- opening ------------------------------------------------------------------------------------------------------ */
 
 static void read_header(Decoder *decoder, const uint8_t *data, size_t length) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
-    decoder->source.next_input_byte = data;
-    decoder->source.bytes_in_buffer = length;
+    Guard *guard = &decoder->guard;
+    give_bytes(guard, data, length);
     jpeg_save_markers(jpeg, JPEG_APP0 + 1, 0xFFFF);
     jpeg_read_header(jpeg, TRUE);
     if ((int64_t)jpeg->image_width * jpeg->image_height > decoder->max_pixels)
-        leave(decoder, "too many pixels");
+        leave(guard, "too many pixels");
     if (jpeg->data_precision != 8)
-        leave(decoder, "not 8 bits a channel");
+        leave(guard, "not 8 bits a channel");
     if (jpeg->num_components != 1 && jpeg->num_components != 3)
-        leave(decoder, "neither gray nor three channels");
+        leave(guard, "neither gray nor three channels");
     if (jpeg->arith_code)
-        leave(decoder, "arithmetic coding");
+        leave(guard, "arithmetic coding");
     if (!upright(decoder))
-        leave(decoder, "EXIF turns it");
+        leave(guard, "EXIF turns it");
 }
 
-/* A progressive file that lacks scans is smoothed, with a view on blocks all around. */
-static int lacks_scans(const struct jpeg_decompress_struct *jpeg) {
-    if (!jpeg->progressive_mode || !jpeg->coef_bits)
-        return 0;
-    for (int c = 0; c < jpeg->num_components; c++)
-        for (int k = 0; k < DCTSIZE2; k++)
-            if (jpeg->coef_bits[c][k])
-                return 1;
-    return 0;
+static void begin(Decoder *decoder, const Crop *crop, int width, int height) {
+    const char *why = begin_canvas(decoder->canvas, crop, width, height);
+    if (why)
+        leave(&decoder->guard, why);
 }
+
+static void open_whole(Decoder *decoder, const uint8_t *data, size_t length, const Crop *crop) {
+    read_header(decoder, data, length);
+    begin(decoder, crop, (int)decoder->jpeg.image_width, (int)decoder->jpeg.image_height);
+    decoder->left = decoder->top = 0;
+}
+
+/* Whether a window spares enough of what would be decoded without it to be worth cutting. */
+static int is_worthwhile(const Tiles *tiles, const Window *window, int bottom) {
+    int64_t rows = (bottom + tiles->mcu_height - 1) / tiles->mcu_height, all = rows * tiles->across;
+    int64_t taken = (int64_t)(window->bottom - window->top) * (window->right - window->left);
+    return 10 * taken < 9 * all;
+}
+
+/* Leaves, for the way without tiles, wherever anything is odd. */
+static void open_window(Decoder *decoder, const Tiles *tiles, const Crop *crop) {
+    if ((int64_t)tiles->width * tiles->height > decoder->max_pixels)
+        leave(&decoder->guard, "too many pixels");
+    begin(decoder, crop, tiles->width, tiles->height);
+    const Pass *across = &decoder->canvas->across, *down = &decoder->canvas->down;
+    Window window = window_around(tiles, across->from, down->from, across->to, down->to);
+    if (!is_worthwhile(tiles, &window, down->to))
+        leave(&decoder->guard, "nearly all of it is needed");
+    decoder->window = roomy(decoder->window, &decoder->window_room, tiles->length + WINDOW_ROOM);
+    size_t length = cut_window(tiles, &window, needed(&decoder->guard, decoder->window));
+    if (!length)
+        leave(&decoder->guard, "the table of tiles is wrong");
+    read_header(decoder, decoder->window, length);
+    decoder->left = window.left * tiles->interval * tiles->mcu_width;
+    decoder->top = window.top * tiles->mcu_height;
+    int width = (int)decoder->jpeg.image_width, height = (int)decoder->jpeg.image_height;
+    if (width != window_width(tiles, &window) || height != window_height(tiles, &window))
+        leave(&decoder->guard, "the window is wrong");
+}
+
+/* --- decoding ----------------------------------------------------------------------------------------------------- */
 
 /* Limits decoding to the columns that the horizontal pass needs; returns the first that will be decoded. */
 static int crop_columns(Decoder *decoder) {
     int width = (int)decoder->jpeg.output_width;
-    int left = decoder->canvas->across.from - MARGIN, right = decoder->canvas->across.to + MARGIN;
+    int left = decoder->canvas->across.from - decoder->left - MARGIN;
+    int right = decoder->canvas->across.to - decoder->left + MARGIN;
     if (right - left < NARROWEST)
         right = left + NARROWEST;
     if (right > width)
@@ -191,9 +174,9 @@ static int crop_columns(Decoder *decoder) {
 }
 
 static void skip_rows(Decoder *decoder) {
-    JDIMENSION from = (JDIMENSION)decoder->canvas->down.from;
+    JDIMENSION from = (JDIMENSION)(decoder->canvas->down.from - decoder->top);
     if (from > 0 && jpeg_skip_scanlines(&decoder->jpeg, from) != from)
-        leave(decoder, "rows cannot be skipped");
+        leave(&decoder->guard, "rows cannot be skipped");
 }
 
 /* Every row is resized as soon as it is decoded. */
@@ -201,58 +184,68 @@ static void read_rows(Decoder *decoder, int offset) {
     size_t pixels = (size_t)decoder->jpeg.output_width + 1; /* one more, which is multiplied by zero */
     size_t pitch = (4 * pixels + APART - 1) / APART * APART;
     decoder->lines = roomy(decoder->lines, &decoder->room, ASKEW + LINES * pitch + OVER);
-    Lines lines = {(uint8_t *)needed(decoder, decoder->lines) + ASKEW, pitch, 0, offset, 4};
+    uint8_t *bytes = (uint8_t *)needed(&decoder->guard, decoder->lines) + ASKEW;
+    Lines lines = {bytes, pitch, 0, decoder->left + offset, 4};
     JSAMPROW rows[LINES];
     for (int i = 0; i < LINES; i++)
-        rows[i] = decoder->lines + ASKEW + i * pitch;
-    JDIMENSION left;
-    while ((left = (JDIMENSION)decoder->canvas->down.to - decoder->jpeg.output_scanline) > 0) {
+        rows[i] = bytes + i * pitch;
+    JDIMENSION left, end = (JDIMENSION)(decoder->canvas->down.to - decoder->top);
+    while ((left = end - decoder->jpeg.output_scanline) > 0) {
         lines.count = (int)jpeg_read_scanlines(&decoder->jpeg, rows, left < LINES ? left : LINES);
         if (lines.count == 0)
-            leave(decoder, "rows are missing");
+            leave(&decoder->guard, "rows are missing");
         add_rows(decoder->canvas, &lines);
     }
 }
 
-static void crop_or_leave(Decoder *decoder, const uint8_t *data, size_t length, const Crop *crop) {
-    struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
-    read_header(decoder, data, length);
-    const char *why = begin_canvas(decoder->canvas, crop, (int)jpeg->image_width, (int)jpeg->image_height);
-    if (why)
-        leave(decoder, why);
-    jpeg->out_color_space = JCS_EXT_RGBX;
-    jpeg->dct_method = JDCT_ISLOW;
-    jpeg_start_decompress(jpeg);
-    if (lacks_scans(jpeg))
-        leave(decoder, "scans are missing");
-    int offset = crop_columns(decoder);
-    skip_rows(decoder);
-    read_rows(decoder, offset);
-    if (!jpeg_input_complete(jpeg) && !ends_well(decoder))
-        leave(decoder, "damaged or cut off below the crop");
+static void start(Decoder *decoder) {
+    decoder->jpeg.out_color_space = JCS_EXT_RGBX;
+    decoder->jpeg.dct_method = JDCT_ISLOW;
+    jpeg_start_decompress(&decoder->jpeg);
+    if (lacks_scans(&decoder->jpeg))
+        leave(&decoder->guard, "scans are missing");
 }
 
-int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason) {
-    decoder->canvas = canvas;
-    decoder->reason = reason;
-    if (setjmp(decoder->escape)) {
+/* By way of the tiles, where there are any. */
+static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop) {
+    if (setjmp(decoder->guard.escape)) {
         jpeg_abort_decompress(&decoder->jpeg);
         return -1;
     }
-    crop_or_leave(decoder, data, length, crop);
+    if (tiles)
+        open_window(decoder, tiles, crop);
+    else
+        open_whole(decoder, data, length, crop);
+    start(decoder);
+    int offset = crop_columns(decoder);
+    skip_rows(decoder);
+    read_rows(decoder, offset);
+    if (!tiles && !jpeg_input_complete(&decoder->jpeg) && !ends_well(decoder))
+        leave(&decoder->guard, "damaged or cut off below the crop");
     jpeg_abort_decompress(&decoder->jpeg);
     return 0;
+}
+
+int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason) {
+    Tiles tiles;
+    decoder->canvas = canvas;
+    decoder->guard.reason = reason;
+    if (find_tiles(&tiles, data, length) && attempt(decoder, data, length, &tiles, crop) == 0)
+        return 0;
+    int status = attempt(decoder, data, length, NULL, crop);
+    if (status == 0)
+        reason[0] = 0; /* the tiles may have left one */
+    return status;
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
 static int create(Decoder *decoder) {
     char reason[REASON_BYTES];
-    decoder->reason = reason;
-    if (setjmp(decoder->escape))
+    decoder->guard.reason = reason;
+    if (setjmp(decoder->guard.escape))
         return -1;
-    jpeg_create_decompress(&decoder->jpeg);
-    decoder->jpeg.src = &decoder->source;
+    create_guarded(&decoder->guard, &decoder->jpeg);
     return 0;
 }
 
@@ -261,17 +254,6 @@ Decoder *new_decoder(int64_t max_pixels) {
     if (!decoder)
         return NULL;
     decoder->max_pixels = max_pixels;
-    decoder->jpeg.err = jpeg_std_error(&decoder->errors);
-    decoder->jpeg.client_data = decoder;
-    decoder->errors.error_exit = on_error;
-    decoder->errors.emit_message = on_message;
-    decoder->source = (struct jpeg_source_mgr){
-        .init_source = nothing,
-        .fill_input_buffer = on_end,
-        .skip_input_data = skip_bytes,
-        .resync_to_restart = jpeg_resync_to_restart,
-        .term_source = nothing,
-    };
     if (create(decoder) == 0)
         return decoder;
     free_decoder(decoder);
@@ -281,5 +263,6 @@ Decoder *new_decoder(int64_t max_pixels) {
 void free_decoder(Decoder *decoder) {
     jpeg_destroy_decompress(&decoder->jpeg);
     free(decoder->lines);
+    free(decoder->window);
     free(decoder);
 }

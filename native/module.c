@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "batch.h"
+#include "transcode.h"
 
 /* --- arguments ---------------------------------------------------------------------------------------------------- */
 
@@ -189,6 +190,28 @@ static PyObject *crop_all_pixels(PyObject *module, PyObject *arguments) {
     return result;
 }
 
+static PyObject *tile(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer data;
+    long long max_pixels;
+    if (!PyArg_ParseTuple(arguments, "y*L", &data, &max_pixels))
+        return NULL;
+    Output output;
+    char reason[REASON_BYTES];
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = tile_jpeg(data.buf, (size_t)data.len, max_pixels, &output, reason);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&data);
+    if (status) {
+        PyErr_SetString(PyExc_ValueError, reason);
+        return NULL;
+    }
+    PyObject *result = PyBytes_FromStringAndSize((const char *)output.bytes, (Py_ssize_t)output.length);
+    free(output.bytes);
+    return result;
+}
+
 /* --- the module --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
@@ -196,6 +219,7 @@ static PyMethodDef methods[] = {
      "crop(sources, offsets, lengths, boxes, flips, size, out, threads, max_pixels) -> [(number, reason), ...]"},
     {"crop_pixels", crop_all_pixels, METH_VARARGS,
      "crop_pixels(source, offsets, sizes, boxes, flips, size, out, threads) -> [(number, reason), ...]"},
+    {"tile", tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -33,3 +33,9 @@ def crop_pixels(
     /,
 ) -> list[tuple[int, str]]:
     """The same from pixels: picture i is packed RGB from byte offsets[i] of source on, sizes int32 [n, 2]."""
+
+def tile(data: Buffer, max_pixels: int, /) -> bytes:
+    """A JPEG of the same pixels and markers in one baseline scan, in tiles of which `crop` decodes only those it needs.
+
+    Raises ValueError, with the reason, for what cannot be transcoded without loss.
+    """
