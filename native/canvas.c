@@ -18,7 +18,7 @@ const char *begin_canvas(Canvas *canvas, const Crop *crop, int width, int height
         plan_pass(&canvas->down, height, top, bottom, crop->size, 0))
         return "out of memory";
     canvas->stride = (3 * (size_t)crop->size + WASTE + APART - 1) / APART * APART;
-    size_t count = (size_t)(canvas->down.to - canvas->down.from) + 1; /* one more, which is multiplied by zero */
+    size_t count = (size_t)(canvas->down.to - canvas->down.from + BEYOND);
     canvas->rows = roomy(canvas->rows, &canvas->room, count * canvas->stride);
     if (!canvas->rows)
         return "out of memory";
@@ -32,7 +32,7 @@ static void make_columns(Canvas *canvas) {
     const Pass *down = &canvas->down;
     int bytes = 3 * canvas->crop->size, reached = down->from + canvas->received;
     for (; canvas->made < down->places; canvas->made++) {
-        if (reached < down->to && down->first[canvas->made] + 2 * down->pairs > reached)
+        if (reached < down->to && down->first[canvas->made] + 2 * down->pairs > reached) /* all that count, at least */
             return;
         uint8_t *out = canvas->crop->out + (size_t)canvas->made * (size_t)bytes;
         resize_column(down, canvas->made, canvas->rows, canvas->stride, bytes, out);

@@ -15,6 +15,7 @@ struct Worker {
     uint8_t *file; /* what was read of a file, every byte in its place */
     size_t room;
     Spare spare;
+    Stages *stages; /* NULL where nobody asks */
 };
 
 static int fail(char *reason, const char *why) {
@@ -26,7 +27,13 @@ static int fail(char *reason, const char *why) {
 
 /* Bytes from .. to - 1 of the range, in worker->file; memory has them anyway. */
 static const char *fetch(Worker *worker, const Range *range, size_t from, size_t to) {
-    return range->memory || to <= from ? NULL : read_source(range, from, to - from, worker->file + from);
+    if (range->memory || to <= from)
+        return NULL;
+    double began = worker->stages ? now() : 0;
+    const char *why = read_source(range, from, to - from, worker->file + from);
+    if (worker->stages)
+        worker->stages->read += now() - began;
+    return why;
 }
 
 /* Of a file, only the rows that are needed are read. */
@@ -49,6 +56,19 @@ static const char *crop_ppm(Worker *worker, const Range *range, const uint8_t *d
     return add_pixels(&worker->canvas, &pixels, &worker->spare);
 }
 
+static int time_jpeg(Worker *worker, const uint8_t *data, size_t length, const Crop *crop, char *reason) {
+    Stages *stages = worker->stages;
+    double resized = worker->canvas.seconds, began = now();
+    int status = crop_jpeg(worker->decoder, &worker->canvas, data, length, crop, reason);
+    double done = now(), resize = worker->canvas.seconds - resized;
+    if (status == 0)
+        skim_jpeg(worker->decoder, &worker->canvas, data, length, crop);
+    double entropy = status == 0 ? now() - done : 0, transform = done - began - resize - entropy;
+    stages->entropy += entropy;
+    stages->transform += transform > 0 ? transform : 0;
+    return status;
+}
+
 static int crop_range(Worker *worker, const Range *range, const Crop *crop, char *reason) {
     if (!range->memory && !(worker->file = roomy(worker->file, &worker->room, range->length + 1)))
         return fail(reason, "out of memory");
@@ -61,6 +81,8 @@ static int crop_range(Worker *worker, const Range *range, const Crop *crop, char
     }
     if (why || (why = fetch(worker, range, start, range->length)))
         return fail(reason, why);
+    if (worker->stages)
+        return time_jpeg(worker, data, range->length, crop, reason);
     return crop_jpeg(worker->decoder, &worker->canvas, data, range->length, crop, reason);
 }
 
@@ -71,6 +93,17 @@ int crop_picture(Worker *worker, const Source *source, const Crop *crop, char *r
         return fail(reason, why);
     int status = crop_range(worker, &range, crop, reason);
     close_source(&range);
+    return status;
+}
+
+int time_stages(Worker *worker, const Source *source, const Crop *crop, Stages *stages, char *reason) {
+    worker->stages = stages;
+    worker->canvas.timed = 1;
+    worker->canvas.seconds = 0;
+    int status = crop_picture(worker, source, crop, reason);
+    stages->resize += worker->canvas.seconds;
+    worker->canvas.timed = 0;
+    worker->stages = NULL;
     return status;
 }
 

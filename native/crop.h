@@ -20,4 +20,10 @@ void free_worker(Worker *worker);
 int crop_picture(Worker *worker, const Source *source, const Crop *crop, char *reason);
 int crop_pixels(Worker *worker, const Source *source, int width, int height, const Crop *crop, char *reason);
 
+/* As crop_picture, and adds the seconds that each stage took. Entropy decoding is timed by doing it once more, alone. */
+typedef struct {
+    double read, entropy, transform, resize;
+} Stages;
+int time_stages(Worker *worker, const Source *source, const Crop *crop, Stages *stages, char *reason);
+
 #endif

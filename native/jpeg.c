@@ -173,15 +173,23 @@ static int crop_columns(Decoder *decoder) {
     return (int)offset;
 }
 
-static void skip_rows(Decoder *decoder) {
-    JDIMENSION from = (JDIMENSION)(decoder->canvas->down.from - decoder->top);
-    if (from > 0 && jpeg_skip_scanlines(&decoder->jpeg, from) != from)
+/* Up to row `to` of the picture. */
+static void skip_rows(Decoder *decoder, int to) {
+    JDIMENSION count = (JDIMENSION)(to - decoder->top);
+    if (count > 0 && jpeg_skip_scanlines(&decoder->jpeg, count) != count)
         leave(&decoder->guard, "rows cannot be skipped");
 }
 
-/* Every row is resized as soon as it is decoded. */
+/* libjpeg gives but one or two rows at a time. */
+static void fill_lines(Decoder *decoder, JSAMPROW *rows, int count) {
+    for (int got; count > 0; rows += got, count -= got)
+        if (!(got = (int)jpeg_read_scanlines(&decoder->jpeg, rows, (JDIMENSION)count)))
+            leave(&decoder->guard, "rows are missing");
+}
+
+/* Rows are resized while they are in the caches. */
 static void read_rows(Decoder *decoder, int offset) {
-    size_t pixels = (size_t)decoder->jpeg.output_width + 1; /* one more, which is multiplied by zero */
+    size_t pixels = (size_t)decoder->jpeg.output_width + BEYOND;
     size_t pitch = (4 * pixels + APART - 1) / APART * APART;
     decoder->lines = roomy(decoder->lines, &decoder->room, ASKEW + LINES * pitch + OVER);
     uint8_t *bytes = (uint8_t *)needed(&decoder->guard, decoder->lines) + ASKEW;
@@ -189,11 +197,9 @@ static void read_rows(Decoder *decoder, int offset) {
     JSAMPROW rows[LINES];
     for (int i = 0; i < LINES; i++)
         rows[i] = bytes + i * pitch;
-    JDIMENSION left, end = (JDIMENSION)(decoder->canvas->down.to - decoder->top);
-    while ((left = end - decoder->jpeg.output_scanline) > 0) {
-        lines.count = (int)jpeg_read_scanlines(&decoder->jpeg, rows, left < LINES ? left : LINES);
-        if (lines.count == 0)
-            leave(&decoder->guard, "rows are missing");
+    for (int y = decoder->canvas->down.from; y < decoder->canvas->down.to; y += lines.count) {
+        lines.count = decoder->canvas->down.to - y < LINES ? decoder->canvas->down.to - y : LINES;
+        fill_lines(decoder, rows, lines.count);
         add_rows(decoder->canvas, &lines);
     }
 }
@@ -206,8 +212,20 @@ static void start(Decoder *decoder) {
         leave(&decoder->guard, "scans are missing");
 }
 
+static void decode(Decoder *decoder) {
+    int offset = crop_columns(decoder);
+    skip_rows(decoder, decoder->canvas->down.from);
+    read_rows(decoder, offset);
+}
+
+/* All but the last row, which libjpeg would skip to without looking at any other. */
+static void skim(Decoder *decoder) {
+    skip_rows(decoder, decoder->canvas->down.to - 1);
+}
+
 /* By way of the tiles, where there are any. */
-static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop) {
+static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop,
+                   void (*work)(Decoder *)) {
     if (setjmp(decoder->guard.escape)) {
         jpeg_abort_decompress(&decoder->jpeg);
         return -1;
@@ -217,25 +235,35 @@ static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const T
     else
         open_whole(decoder, data, length, crop);
     start(decoder);
-    int offset = crop_columns(decoder);
-    skip_rows(decoder);
-    read_rows(decoder, offset);
-    if (!tiles && !jpeg_input_complete(&decoder->jpeg) && !ends_well(decoder))
+    work(decoder);
+    if (!tiles && work == decode && !jpeg_input_complete(&decoder->jpeg) && !ends_well(decoder))
         leave(&decoder->guard, "damaged or cut off below the crop");
     jpeg_abort_decompress(&decoder->jpeg);
     return 0;
 }
 
-int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason) {
+static int attempt_all(Decoder *decoder, const uint8_t *data, size_t length, const Crop *crop,
+                       void (*work)(Decoder *)) {
     Tiles tiles;
+    if (find_tiles(&tiles, data, length) && attempt(decoder, data, length, &tiles, crop, work) == 0)
+        return 0;
+    return attempt(decoder, data, length, NULL, crop, work);
+}
+
+int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason) {
     decoder->canvas = canvas;
     decoder->guard.reason = reason;
-    if (find_tiles(&tiles, data, length) && attempt(decoder, data, length, &tiles, crop) == 0)
-        return 0;
-    int status = attempt(decoder, data, length, NULL, crop);
+    int status = attempt_all(decoder, data, length, crop, decode);
     if (status == 0)
         reason[0] = 0; /* the tiles may have left one */
     return status;
+}
+
+void skim_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop) {
+    char reason[REASON_BYTES];
+    decoder->canvas = canvas;
+    decoder->guard.reason = reason;
+    attempt_all(decoder, data, length, crop, skim);
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */

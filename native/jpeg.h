@@ -16,4 +16,7 @@ void free_decoder(Decoder *decoder);
 /* As crop_picture. */
 int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason);
 
+/* Does nothing but the entropy decoding that the crop needs, of a picture that could be cropped. */
+void skim_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop);
+
 #endif

@@ -28,7 +28,7 @@ static int holds(const Py_buffer *buffer, Py_ssize_t n, size_t bytes) {
     return buffer->len == n * (Py_ssize_t)bytes;
 }
 
-/* The common part of every job; -1 with an exception where lengths do not fit. */
+/* The common part of every job; -1 with an exception where lengths do not fit. There need be no `out`. */
 static int fill(Job *jobs, Py_ssize_t n, const Common *common) {
     int size = common->size;
     if (size < 1 || size > MAX_SIZE || common->threads < 1 || common->threads > MAX_THREADS)
@@ -37,7 +37,7 @@ static int fill(Job *jobs, Py_ssize_t n, const Common *common) {
         PyErr_SetString(PyExc_ValueError, "offsets must be int64 [n]");
     else if (!holds(&common->boxes, n, 4 * sizeof(double)) || !holds(&common->flips, n, 1))
         PyErr_SetString(PyExc_ValueError, "boxes must be float64 [n, 4] and flips bool [n]");
-    else if (common->out.len / 3 / size / size != n || common->out.len != n * 3 * size * size)
+    else if (common->out.obj && (common->out.len / 3 / size / size != n || common->out.len != n * 3 * size * size))
         PyErr_SetString(PyExc_ValueError, "out must be uint8 [n, size, size, 3]");
     if (PyErr_Occurred())
         return -1;
@@ -47,7 +47,7 @@ static int fill(Job *jobs, Py_ssize_t n, const Common *common) {
         memcpy(crop->box, (const double *)common->boxes.buf + 4 * i, sizeof crop->box);
         crop->flip = ((const char *)common->flips.buf)[i] != 0;
         crop->size = size;
-        crop->out = (uint8_t *)common->out.buf + (size_t)i * 3 * (size_t)size * (size_t)size;
+        crop->out = common->out.obj ? (uint8_t *)common->out.buf + (size_t)i * 3 * (size_t)size * (size_t)size : NULL;
     }
     return 0;
 }
@@ -190,6 +190,49 @@ static PyObject *crop_all_pixels(PyObject *module, PyObject *arguments) {
     return result;
 }
 
+/* Every picture in turn, in one thread, into the same `out`. */
+static Stages time_all(Job *jobs, Py_ssize_t n, int64_t max_pixels, uint8_t *out) {
+    Stages stages = {0, 0, 0, 0};
+    Worker *worker = out ? new_worker(max_pixels) : NULL;
+    for (Py_ssize_t i = 0; worker && i < n; i++) {
+        jobs[i].crop.out = out;
+        time_stages(worker, &jobs[i].source, &jobs[i].crop, &stages, jobs[i].reason);
+    }
+    if (worker)
+        free_worker(worker);
+    return stages;
+}
+
+static PyObject *stages(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *sources, *result = NULL;
+    Common common = {.threads = 1};
+    Py_buffer lengths;
+    long long max_pixels;
+    if (!PyArg_ParseTuple(arguments, "O!y*y*y*y*iL", &PyList_Type, &sources, &common.offsets, &lengths, &common.boxes,
+                          &common.flips, &common.size, &max_pixels))
+        return NULL;
+    Py_ssize_t n = PyList_Size(sources);
+    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
+    Hold *held = calloc((size_t)n + 1, sizeof *held);
+    uint8_t *out = common.size > 0 && common.size <= MAX_SIZE ? calloc(3 * (size_t)common.size, (size_t)common.size) : NULL;
+    if (!jobs || !held)
+        PyErr_NoMemory();
+    else if (fill(jobs, n, &common) == 0 && hold_all(sources, &lengths, held, jobs) == 0) {
+        Stages found;
+        Py_BEGIN_ALLOW_THREADS
+        found = time_all(jobs, n, max_pixels, out);
+        Py_END_ALLOW_THREADS
+        result = Py_BuildValue("(dddd)", found.read, found.entropy, found.transform, found.resize);
+    }
+    free(out);
+    let_go(held, n);
+    free(jobs);
+    PyBuffer_Release(&lengths);
+    release(&common);
+    return result;
+}
+
 static PyObject *tile(PyObject *module, PyObject *arguments) {
     (void)module;
     Py_buffer data;
@@ -219,6 +262,8 @@ static PyMethodDef methods[] = {
      "crop(sources, offsets, lengths, boxes, flips, size, out, threads, max_pixels) -> [(number, reason), ...]"},
     {"crop_pixels", crop_all_pixels, METH_VARARGS,
      "crop_pixels(source, offsets, sizes, boxes, flips, size, out, threads) -> [(number, reason), ...]"},
+    {"stages", stages, METH_VARARGS,
+     "stages(sources, offsets, lengths, boxes, flips, size, max_pixels) -> (read_s, entropy_s, transform_s, resize_s)"},
     {"tile", tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
     {NULL, NULL, 0, NULL},
 };

@@ -7,7 +7,7 @@ enum { ROWS = 16 }; /* at a time: few enough to be in the fastest cache still wh
 /* The last row of all, of which no byte too many may be read, is copied to where there is room. */
 const char *add_pixels(Canvas *canvas, const Pixels *pixels, Spare *spare) {
     size_t pitch = 3 * (size_t)pixels->width, from = (size_t)canvas->across.from;
-    size_t used = 3 * ((size_t)canvas->across.to - from), reading = used + 3 + OVER;
+    size_t used = 3 * ((size_t)canvas->across.to - from), reading = used + 3 * BEYOND + OVER;
     for (int y = canvas->down.from, count; y < canvas->down.to; y += count) {
         count = canvas->down.to - y < ROWS ? canvas->down.to - y : ROWS;
         size_t at = (size_t)y * pitch + 3 * from;

@@ -42,22 +42,57 @@ static void column_plain(const Pair *pairs, int n, const uint8_t *restrict rows,
     }
 }
 
+int has_vnni(void) {
+#ifdef HAVE_VNNI
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
+#else
+    return 0;
+#endif
+}
+
+#ifdef HAVE_AVX2
+static void rows_by_four(const Pass *pass, const Lines *lines, uint8_t *rows, size_t stride) {
+    for (int i = 0; i < lines->count; i += 4) {
+        const uint8_t *from[4];
+        uint8_t *to[4];
+        for (int k = 0; k < 4; k++) { /* the last row stands in for those that are missing */
+            int line = i + k < lines->count ? i + k : lines->count - 1;
+            from[k] = lines->bytes + (size_t)line * lines->pitch;
+            to[k] = rows + (size_t)line * stride;
+        }
+#ifdef HAVE_VNNI
+        if (has_vnni()) {
+            four_rows_vnni(pass, from, lines->offset, lines->step, to);
+            continue;
+        }
+#endif
+        four_rows_avx2(pass, from, lines->offset, lines->step, to);
+    }
+}
+#endif
+
 void resize_rows(const Pass *pass, const Lines *lines, uint8_t *rows, size_t stride) {
 #ifdef HAVE_AVX2
     if (__builtin_cpu_supports("avx2")) {
-        resize_rows_avx2(pass, lines, rows, stride);
+        rows_by_four(pass, lines, rows, stride);
         return;
     }
 #endif
     for (int i = 0; i < lines->count; i++)
-        row_plain(pass, lines->bytes + i * lines->pitch, lines->offset, lines->step, rows + i * stride);
+        row_plain(pass, lines->bytes + (size_t)i * lines->pitch, lines->offset, lines->step, rows + (size_t)i * stride);
 }
 
 void resize_column(const Pass *pass, int place, const uint8_t *rows, size_t stride, int bytes, uint8_t *out) {
-    const Pair *pairs = pass->weights + (size_t)place * pass->pairs;
+    const Pair *pairs = pass->weights + (size_t)place * (size_t)pass->pairs;
     rows += (size_t)(pass->first[place] - pass->from) * stride;
+#ifdef HAVE_VNNI
+    if (bytes >= VNNI_BYTES && has_vnni()) {
+        resize_column_vnni(pass->quad + (size_t)place * (size_t)pass->quads, pass->quads, rows, stride, bytes, out);
+        return;
+    }
+#endif
 #ifdef HAVE_AVX2
-    if (bytes >= 32 && __builtin_cpu_supports("avx2")) {
+    if (bytes >= AVX2_BYTES && __builtin_cpu_supports("avx2")) {
         resize_column_avx2(pairs, pass->pairs, rows, stride, bytes, out);
         return;
     }

@@ -106,25 +106,11 @@ INLINE void rows_of(const Pass *pass, const uint8_t *const from[4], int offset, 
     }
 }
 
-AVX2 static void rows_of_rgb(const Pass *pass, const uint8_t *const from[4], int offset, uint8_t *const to[4]) {
-    rows_of(pass, from, offset, to, 3);
-}
-
-AVX2 static void rows_of_rgbx(const Pass *pass, const uint8_t *const from[4], int offset, uint8_t *const to[4]) {
-    rows_of(pass, from, offset, to, 4);
-}
-
-void resize_rows_avx2(const Pass *pass, const Lines *lines, uint8_t *rows, size_t stride) {
-    for (int i = 0; i < lines->count; i += 4) {
-        const uint8_t *from[4];
-        uint8_t *to[4];
-        for (int k = 0; k < 4; k++) { /* the last row stands in for those that are missing */
-            int line = i + k < lines->count ? i + k : lines->count - 1;
-            from[k] = lines->bytes + line * lines->pitch;
-            to[k] = rows + line * stride;
-        }
-        (lines->step == 3 ? rows_of_rgb : rows_of_rgbx)(pass, from, lines->offset, to);
-    }
+AVX2 void four_rows_avx2(const Pass *pass, const uint8_t *const from[4], int offset, int step, uint8_t *const to[4]) {
+    if (step == 3)
+        rows_of(pass, from, offset, to, 3);
+    else
+        rows_of(pass, from, offset, to, 4);
 }
 
 /* --- down: 32 bytes at a time ------------------------------------------------------------------------------------- */

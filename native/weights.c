@@ -1,5 +1,6 @@
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "resize.h"
 
@@ -42,9 +43,17 @@ static Reach trimmed(Reach reach, double *weights) {
     return (Reach){reach.first + zeros, reach.count - zeros};
 }
 
-static void store(Pair *pairs, int at, int32_t weight) {
+static void store(Pair *pairs, unsigned at, int32_t weight) {
     pairs[at / 2].upper[at % 2] = (int16_t)(weight >> HALVES);
     pairs[at / 2].lower[at % 2] = (int16_t)(weight & ((1 << HALVES) - 1));
+}
+
+static void store_digits(Quad *quads, unsigned at, int32_t weight) {
+    int32_t rest = (weight + 128) >> 8; /* what is left once the lowest digit, -128 to 127, is taken off */
+    quads[at / 4].digits[0][at % 4] = (int8_t)(weight - rest * 256);
+    int32_t high = (rest + 128) >> 8;
+    quads[at / 4].digits[1][at % 4] = (int8_t)(rest - high * 256);
+    quads[at / 4].digits[2][at % 4] = (int8_t)high;
 }
 
 void *roomy(void *buffer, size_t *room, size_t bytes) {
@@ -75,6 +84,31 @@ static int weigh(Pass *pass, int inputs, float start, double scale, size_t most,
     return taps;
 }
 
+/* Room for the weights of so many taps, all zero. */
+static int make_room(Pass *pass, int taps) {
+    pass->pairs = (taps + 1) / 2;
+    pass->quads = (taps + 3) / 4;
+    size_t pairs = (size_t)pass->places * (size_t)pass->pairs * sizeof(Pair);
+    size_t quads = (size_t)pass->places * (size_t)pass->quads * sizeof(Quad);
+    pass->weights = roomy(pass->weights, &pass->room_weights, pairs);
+    if (!pass->weights)
+        return -1;
+    memset(pass->weights, 0, pairs);
+    if (!has_vnni())
+        return 0;
+    pass->quad = roomy(pass->quad, &pass->room_quads, quads);
+    if (!pass->quad)
+        return -1;
+    memset(pass->quad, 0, quads);
+    return 0;
+}
+
+static void put_weight(Pass *pass, int place, unsigned tap, int32_t weight) {
+    store(pass->weights + (size_t)place * (size_t)pass->pairs, tap, weight);
+    if (has_vnni())
+        store_digits(pass->quad + (size_t)place * (size_t)pass->quads, tap, weight);
+}
+
 int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mirrored) {
     double scale = (double)(end - start) / places;
     size_t most = 2 * (size_t)ceil(scale < 1.0 ? 1.0 : scale) + 1, count = (size_t)places;
@@ -86,22 +120,17 @@ int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mi
     Reach *reaches = (Reach *)(pass->scratch + count * most);
     int taps = weigh(pass, inputs, start, scale, most, reaches);
 
-    pass->pairs = (taps + 1) / 2;
-    pass->weights = roomy(pass->weights, &pass->room_weights, count * pass->pairs * sizeof *pass->weights);
-    if (!pass->weights)
+    if (make_room(pass, taps))
         return -1;
     for (int place = 0; place < places; place++) {
         const double *weights = pass->scratch + place * most;
         Reach reach = reaches[place];
         int slot = mirrored ? places - 1 - place : place;
-        Pair *pairs = pass->weights + (size_t)slot * pass->pairs;
         /* A place at the end begins earlier, with zeros, rather than reach past the last input. */
         int first = reach.first < pass->to - taps ? reach.first : pass->to - taps;
         pass->first[slot] = first;
-        for (int t = 0; t < 2 * pass->pairs; t++) {
-            int i = first + t - reach.first;
-            store(pairs, t, i >= 0 && i < reach.count ? fixed(weights[i]) : 0);
-        }
+        for (int i = 0; i < reach.count; i++)
+            put_weight(pass, slot, (unsigned)(reach.first - first + i), fixed(weights[i]));
     }
     return 0;
 }
@@ -109,5 +138,6 @@ int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mi
 void free_pass(Pass *pass) {
     free(pass->first);
     free(pass->weights);
+    free(pass->quad);
     free(pass->scratch);
 }
