@@ -1,18 +1,10 @@
 #include "jpeg.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <jpeglib.h>
-
-#include "resize.h"
-
-#ifndef LIBJPEG_TURBO_VERSION
-#error "libjpeg-turbo is needed: other libjpegs cannot skip rows"
-#endif
+#include "guard.h"
+#include "tiles.h"
 
 enum {
     MARGIN = 2,     /* columns on either side that smooth chroma upsampling looks at */
@@ -22,66 +14,21 @@ enum {
      * memory, whence the resize would have to fetch them again. */
     ASKEW = 4,
     APART = 64, /* bytes between rows are a multiple of this */
-    TALL = 100,     /* times as high as wide: some Pillow 12 resizes such pictures in another order */
 };
 
 struct Decoder {
+    Guard guard;
     struct jpeg_decompress_struct jpeg;
-    struct jpeg_error_mgr errors;
-    struct jpeg_source_mgr source;
-    jmp_buf escape;
-    char *reason;
     int64_t max_pixels;
-    Pass across, down;
-    uint8_t *lines, *rows; /* decoded RGBX, and what the horizontal pass made of it */
-    size_t room_lines, room_rows;
+    Canvas *canvas;
+    int left, top;  /* where what libjpeg decodes lies in the picture */
+    uint8_t *lines; /* decoded RGBX */
+    size_t room;
+    uint8_t *window; /* the part of a tiled file that is decoded in its place */
+    size_t window_room;
 };
 
-/* --- leaving ------------------------------------------------------------------------------------------------------ */
-
-static _Noreturn void leave(Decoder *decoder, const char *reason) {
-    snprintf(decoder->reason, REASON_BYTES, "%s", reason);
-    longjmp(decoder->escape, 1);
-}
-
-static _Noreturn void on_error(j_common_ptr jpeg) {
-    Decoder *decoder = jpeg->client_data;
-    char message[JMSG_LENGTH_MAX];
-    jpeg->err->format_message(jpeg, message);
-    leave(decoder, message);
-}
-
-/* Pillow carries on after a warning, with pixels that depend on how the file reached libjpeg: it shall decide. */
-static void on_message(j_common_ptr jpeg, int level) {
-    if (level < 0)
-        on_error(jpeg);
-}
-
-static void *needed(Decoder *decoder, void *memory) {
-    if (!memory)
-        leave(decoder, "out of memory");
-    return memory;
-}
-
-/* --- bytes -------------------------------------------------------------------------------------------------------- */
-
-static void nothing(j_decompress_ptr jpeg) {
-    (void)jpeg;
-}
-
-/* Called only when all bytes are used up. */
-static boolean on_end(j_decompress_ptr jpeg) {
-    leave(jpeg->client_data, "the file is truncated");
-}
-
-static void skip_bytes(j_decompress_ptr jpeg, long count) {
-    struct jpeg_source_mgr *source = jpeg->src;
-    size_t step = count < 0 ? 0 : (size_t)count;
-    if (step > source->bytes_in_buffer)
-        step = source->bytes_in_buffer;
-    source->next_input_byte += step;
-    source->bytes_in_buffer -= step;
-}
+/* --- the end ------------------------------------------------------------------------------------------------------ */
 
 static int is_restart(int marker) {
     return marker >= JPEG_RST0 && marker < JPEG_RST0 + 8;
@@ -93,7 +40,7 @@ static int ends_well(const Decoder *decoder) {
     int parked = decoder->jpeg.unread_marker;
     if (parked && !is_restart(parked))
         return parked == JPEG_EOI;
-    const uint8_t *next = decoder->source.next_input_byte, *end = next + decoder->source.bytes_in_buffer;
+    const uint8_t *next = decoder->guard.source.next_input_byte, *end = next + decoder->guard.source.bytes_in_buffer;
     while ((next = memchr(next, 0xFF, (size_t)(end - next))) && ++next < end)
         if (*next != 0 && *next != 0xFF && !is_restart(*next))
             return *next == JPEG_EOI;
@@ -146,58 +93,73 @@ static int upright(const Decoder *decoder) {
     return 1;
 }
 
-/* --- decoding ----------------------------------------------------------------------------------------------------- */
+/* --- opening ------------------------------------------------------------------------------------------------------ */
 
-static void read_header(Decoder *decoder, const Crop *crop) {
+static void read_header(Decoder *decoder, const uint8_t *data, size_t length) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
-    decoder->source.next_input_byte = crop->data;
-    decoder->source.bytes_in_buffer = crop->length;
+    Guard *guard = &decoder->guard;
+    give_bytes(guard, data, length);
     jpeg_save_markers(jpeg, JPEG_APP0 + 1, 0xFFFF);
     jpeg_read_header(jpeg, TRUE);
-    int64_t width = jpeg->image_width, height = jpeg->image_height;
-    if (width * height > decoder->max_pixels)
-        leave(decoder, "too many pixels");
+    if ((int64_t)jpeg->image_width * jpeg->image_height > decoder->max_pixels)
+        leave(guard, "too many pixels");
     if (jpeg->data_precision != 8)
-        leave(decoder, "not 8 bits a channel");
+        leave(guard, "not 8 bits a channel");
     if (jpeg->num_components != 1 && jpeg->num_components != 3)
-        leave(decoder, "neither gray nor three channels");
+        leave(guard, "neither gray nor three channels");
     if (jpeg->arith_code)
-        leave(decoder, "arithmetic coding");
+        leave(guard, "arithmetic coding");
     if (!upright(decoder))
-        leave(decoder, "EXIF turns it");
-    if (!crop->tall_first && height > TALL * width)
-        leave(decoder, "very tall");
+        leave(guard, "EXIF turns it");
 }
 
-/* Pillow takes boxes in single precision. */
-static void plan_resize(Decoder *decoder, const Crop *crop) {
+static void begin(Decoder *decoder, const Crop *crop, int width, int height) {
+    const char *why = begin_canvas(decoder->canvas, crop, width, height);
+    if (why)
+        leave(&decoder->guard, why);
+}
+
+static void open_whole(Decoder *decoder, const uint8_t *data, size_t length, const Crop *crop) {
+    read_header(decoder, data, length);
+    begin(decoder, crop, (int)decoder->jpeg.image_width, (int)decoder->jpeg.image_height);
+    decoder->left = decoder->top = 0;
+}
+
+/* Whether a window spares enough of what would be decoded without it to be worth cutting. */
+static int is_worthwhile(const Tiles *tiles, const Window *window, int bottom) {
+    int64_t rows = (bottom + tiles->mcu_height - 1) / tiles->mcu_height, all = rows * tiles->across;
+    int64_t taken = (int64_t)(window->bottom - window->top) * (window->right - window->left);
+    return 10 * taken < 9 * all;
+}
+
+/* Leaves, for the way without tiles, wherever anything is odd. */
+static void open_window(Decoder *decoder, const Tiles *tiles, const Crop *crop) {
+    if ((int64_t)tiles->width * tiles->height > decoder->max_pixels)
+        leave(&decoder->guard, "too many pixels");
+    begin(decoder, crop, tiles->width, tiles->height);
+    const Pass *across = &decoder->canvas->across, *down = &decoder->canvas->down;
+    Window window = window_around(tiles, across->from, down->from, across->to, down->to);
+    if (!is_worthwhile(tiles, &window, down->to))
+        leave(&decoder->guard, "nearly all of it is needed");
+    decoder->window = roomy(decoder->window, &decoder->window_room, tiles->length + WINDOW_ROOM);
+    size_t length = cut_window(tiles, &window, needed(&decoder->guard, decoder->window));
+    if (!length)
+        leave(&decoder->guard, "the table of tiles is wrong");
+    read_header(decoder, decoder->window, length);
+    decoder->left = window.left * tiles->interval * tiles->mcu_width;
+    decoder->top = window.top * tiles->mcu_height;
     int width = (int)decoder->jpeg.image_width, height = (int)decoder->jpeg.image_height;
-    const double *box = crop->box;
-    if (!(box[0] >= 0 && box[1] >= 0 && box[2] <= width && box[3] <= height))
-        leave(decoder, "the box leaves the picture");
-    float left = (float)box[0], top = (float)box[1], right = (float)box[2], bottom = (float)box[3];
-    if (!(left < right && top < bottom))
-        leave(decoder, "the box is empty");
-    if (plan_pass(&decoder->across, width, left, right, crop->size, crop->flip) ||
-        plan_pass(&decoder->down, height, top, bottom, crop->size, 0))
-        leave(decoder, "out of memory");
+    if (width != window_width(tiles, &window) || height != window_height(tiles, &window))
+        leave(&decoder->guard, "the window is wrong");
 }
 
-/* A progressive file that lacks scans is smoothed, with a view on blocks all around. */
-static int lacks_scans(const struct jpeg_decompress_struct *jpeg) {
-    if (!jpeg->progressive_mode || !jpeg->coef_bits)
-        return 0;
-    for (int c = 0; c < jpeg->num_components; c++)
-        for (int k = 0; k < DCTSIZE2; k++)
-            if (jpeg->coef_bits[c][k])
-                return 1;
-    return 0;
-}
+/* --- decoding ----------------------------------------------------------------------------------------------------- */
 
 /* Limits decoding to the columns that the horizontal pass needs; returns the first that will be decoded. */
 static int crop_columns(Decoder *decoder) {
     int width = (int)decoder->jpeg.output_width;
-    int left = decoder->across.from - MARGIN, right = decoder->across.to + MARGIN;
+    int left = decoder->canvas->across.from - decoder->left - MARGIN;
+    int right = decoder->canvas->across.to - decoder->left + MARGIN;
     if (right - left < NARROWEST)
         right = left + NARROWEST;
     if (right > width)
@@ -211,103 +173,107 @@ static int crop_columns(Decoder *decoder) {
     return (int)offset;
 }
 
-static void skip_rows(Decoder *decoder) {
-    JDIMENSION from = (JDIMENSION)decoder->down.from;
-    if (from > 0 && jpeg_skip_scanlines(&decoder->jpeg, from) != from)
-        leave(decoder, "rows cannot be skipped");
+/* Up to row `to` of the picture. */
+static void skip_rows(Decoder *decoder, int to) {
+    JDIMENSION count = (JDIMENSION)(to - decoder->top);
+    if (count > 0 && jpeg_skip_scanlines(&decoder->jpeg, count) != count)
+        leave(&decoder->guard, "rows cannot be skipped");
 }
 
-/* Reads the next rows, LINES or what is left of those needed, `pitch` apart; returns how many. */
-static size_t read_rows(Decoder *decoder, uint8_t *rows, size_t pitch) {
-    JSAMPROW lines[LINES];
+/* libjpeg gives but one or two rows at a time. */
+static void fill_lines(Decoder *decoder, JSAMPROW *rows, int count) {
+    for (int got; count > 0; rows += got, count -= got)
+        if (!(got = (int)jpeg_read_scanlines(&decoder->jpeg, rows, (JDIMENSION)count)))
+            leave(&decoder->guard, "rows are missing");
+}
+
+/* Rows are resized while they are in the caches. */
+static void read_rows(Decoder *decoder, int offset) {
+    size_t pixels = (size_t)decoder->jpeg.output_width + BEYOND;
+    size_t pitch = (4 * pixels + APART - 1) / APART * APART;
+    decoder->lines = roomy(decoder->lines, &decoder->room, ASKEW + LINES * pitch + OVER);
+    uint8_t *bytes = (uint8_t *)needed(&decoder->guard, decoder->lines) + ASKEW;
+    Lines lines = {bytes, pitch, 0, decoder->left + offset, 4};
+    JSAMPROW rows[LINES];
     for (int i = 0; i < LINES; i++)
-        lines[i] = rows + i * pitch;
-    JDIMENSION left = (JDIMENSION)decoder->down.to - decoder->jpeg.output_scanline;
-    return jpeg_read_scanlines(&decoder->jpeg, lines, left < LINES ? left : LINES);
-}
-
-static uint8_t *rows_of(Decoder *decoder, size_t bytes) {
-    decoder->rows = roomy(decoder->rows, &decoder->room_rows, ASKEW + bytes + WASTE);
-    return (uint8_t *)needed(decoder, decoder->rows) + ASKEW;
-}
-
-static uint8_t *lines_of(Decoder *decoder, size_t bytes) {
-    decoder->lines = roomy(decoder->lines, &decoder->room_lines, ASKEW + bytes + WASTE);
-    return (uint8_t *)needed(decoder, decoder->lines) + ASKEW;
-}
-
-/* The usual order: every row is resized as soon as it is decoded. */
-static void across_then_down(Decoder *decoder, const Crop *crop, int offset, size_t pitch) {
-    size_t stride = 3 * (size_t)crop->size;
-    size_t count = (size_t)(decoder->down.to - decoder->down.from);
-    uint8_t *rows = rows_of(decoder, (count + 1) * stride); /* one more, which is multiplied by zero */
-    uint8_t *lines = lines_of(decoder, LINES * pitch);
-    for (size_t done = 0; done < count;)
-        for (size_t fresh = read_rows(decoder, lines, pitch), i = 0; i < fresh; i++, done++)
-            resize_row(&decoder->across, lines + i * pitch, offset, rows + done * stride);
-    for (int y = 0; y < crop->size; y++)
-        resize_column(&decoder->down, y, rows, stride, (int)stride, crop->out + y * stride);
-}
-
-/* The order of tall pictures: all rows are decoded before the first is resized. */
-static void down_then_across(Decoder *decoder, const Crop *crop, int offset, size_t pitch) {
-    size_t stride = 3 * (size_t)crop->size;
-    size_t count = (size_t)(decoder->down.to - decoder->down.from);
-    uint8_t *rows = rows_of(decoder, (count + LINES) * pitch); /* room for pointers past the last row */
-    uint8_t *line = lines_of(decoder, pitch + stride), *result = line + pitch;
-    for (size_t done = 0; done < count;)
-        done += read_rows(decoder, rows + done * pitch, pitch);
-    for (int y = 0; y < crop->size; y++) {
-        resize_column(&decoder->down, y, rows, pitch, (int)pitch, line);
-        resize_row(&decoder->across, line, offset, result);
-        memcpy(crop->out + y * stride, result, stride);
+        rows[i] = bytes + i * pitch;
+    for (int y = decoder->canvas->down.from; y < decoder->canvas->down.to; y += lines.count) {
+        lines.count = decoder->canvas->down.to - y < LINES ? decoder->canvas->down.to - y : LINES;
+        fill_lines(decoder, rows, lines.count);
+        add_rows(decoder->canvas, &lines);
     }
 }
 
-/* Pillow 13's rule. The order shows in the last bit of a pixel, since the first pass rounds. */
-static int down_comes_first(const Decoder *decoder, const Crop *crop) {
-    int64_t width = decoder->jpeg.image_width, height = decoder->jpeg.image_height;
-    return crop->tall_first && height > crop->size && height - crop->size > 2 * (width - crop->size);
+static void start(Decoder *decoder) {
+    decoder->jpeg.out_color_space = JCS_EXT_RGBX;
+    decoder->jpeg.dct_method = JDCT_ISLOW;
+    jpeg_start_decompress(&decoder->jpeg);
+    if (lacks_scans(&decoder->jpeg))
+        leave(&decoder->guard, "scans are missing");
 }
 
-static void crop_or_leave(Decoder *decoder, const Crop *crop) {
-    struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
-    read_header(decoder, crop);
-    plan_resize(decoder, crop);
-    jpeg->out_color_space = JCS_EXT_RGBX;
-    jpeg->dct_method = JDCT_ISLOW;
-    jpeg_start_decompress(jpeg);
-    if (lacks_scans(jpeg))
-        leave(decoder, "scans are missing");
+static void decode(Decoder *decoder) {
     int offset = crop_columns(decoder);
-    size_t pixels = (size_t)jpeg->output_width + 1; /* one more, which is multiplied by zero */
-    size_t pitch = (4 * pixels + APART - 1) / APART * APART;
-    skip_rows(decoder);
-    (down_comes_first(decoder, crop) ? down_then_across : across_then_down)(decoder, crop, offset, pitch);
-    if (!jpeg_input_complete(jpeg) && !ends_well(decoder))
-        leave(decoder, "damaged or cut off below the crop");
+    skip_rows(decoder, decoder->canvas->down.from);
+    read_rows(decoder, offset);
 }
 
-int crop_jpeg(Decoder *decoder, const Crop *crop, char *reason) {
-    decoder->reason = reason;
-    if (setjmp(decoder->escape)) {
+/* All but the last row, which libjpeg would skip to without looking at any other. */
+static void skim(Decoder *decoder) {
+    skip_rows(decoder, decoder->canvas->down.to - 1);
+}
+
+/* By way of the tiles, where there are any. */
+static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop,
+                   void (*work)(Decoder *)) {
+    if (setjmp(decoder->guard.escape)) {
         jpeg_abort_decompress(&decoder->jpeg);
         return -1;
     }
-    crop_or_leave(decoder, crop);
+    if (tiles)
+        open_window(decoder, tiles, crop);
+    else
+        open_whole(decoder, data, length, crop);
+    start(decoder);
+    work(decoder);
+    if (!tiles && work == decode && !jpeg_input_complete(&decoder->jpeg) && !ends_well(decoder))
+        leave(&decoder->guard, "damaged or cut off below the crop");
     jpeg_abort_decompress(&decoder->jpeg);
     return 0;
+}
+
+static int attempt_all(Decoder *decoder, const uint8_t *data, size_t length, const Crop *crop,
+                       void (*work)(Decoder *)) {
+    Tiles tiles;
+    if (find_tiles(&tiles, data, length) && attempt(decoder, data, length, &tiles, crop, work) == 0)
+        return 0;
+    return attempt(decoder, data, length, NULL, crop, work);
+}
+
+int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason) {
+    decoder->canvas = canvas;
+    decoder->guard.reason = reason;
+    int status = attempt_all(decoder, data, length, crop, decode);
+    if (status == 0)
+        reason[0] = 0; /* the tiles may have left one */
+    return status;
+}
+
+void skim_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop) {
+    char reason[REASON_BYTES];
+    decoder->canvas = canvas;
+    decoder->guard.reason = reason;
+    attempt_all(decoder, data, length, crop, skim);
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
 static int create(Decoder *decoder) {
     char reason[REASON_BYTES];
-    decoder->reason = reason;
-    if (setjmp(decoder->escape))
+    decoder->guard.reason = reason;
+    if (setjmp(decoder->guard.escape))
         return -1;
-    jpeg_create_decompress(&decoder->jpeg);
-    decoder->jpeg.src = &decoder->source;
+    create_guarded(&decoder->guard, &decoder->jpeg);
     return 0;
 }
 
@@ -316,17 +282,6 @@ Decoder *new_decoder(int64_t max_pixels) {
     if (!decoder)
         return NULL;
     decoder->max_pixels = max_pixels;
-    decoder->jpeg.err = jpeg_std_error(&decoder->errors);
-    decoder->jpeg.client_data = decoder;
-    decoder->errors.error_exit = on_error;
-    decoder->errors.emit_message = on_message;
-    decoder->source = (struct jpeg_source_mgr){
-        .init_source = nothing,
-        .fill_input_buffer = on_end,
-        .skip_input_data = skip_bytes,
-        .resync_to_restart = jpeg_resync_to_restart,
-        .term_source = nothing,
-    };
     if (create(decoder) == 0)
         return decoder;
     free_decoder(decoder);
@@ -335,9 +290,7 @@ Decoder *new_decoder(int64_t max_pixels) {
 
 void free_decoder(Decoder *decoder) {
     jpeg_destroy_decompress(&decoder->jpeg);
-    free_pass(&decoder->across);
-    free_pass(&decoder->down);
     free(decoder->lines);
-    free(decoder->rows);
+    free(decoder->window);
     free(decoder);
 }

@@ -1,99 +1,116 @@
-/* podscale.data._native: `crop_jpeg` for a batch, in threads, without Python's lock. */
+/* podscale.data._native: crops in batches, without Python's lock. What each function does is said in _native.pyi. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "jpeg.h"
+#include "batch.h"
+#include "transcode.h"
 
-enum { MAX_THREADS = 256 };
+/* --- arguments ---------------------------------------------------------------------------------------------------- */
 
+/* What both kinds of crops have in common. */
 typedef struct {
-    Py_ssize_t count;
-    Crop *crops;
-    char (*reasons)[REASON_BYTES]; /* empty where a crop succeeded */
-    int64_t max_pixels;
-    int tall_first;
-    _Atomic Py_ssize_t next; /* the first crop that no thread has taken */
-} Batch;
+    Py_buffer offsets, boxes, flips, out;
+    int size, threads;
+} Common;
 
-/* --- without Python ----------------------------------------------------------------------------------------------- */
-
-static void *work(void *argument) {
-    Batch *batch = argument;
-    Decoder *decoder = new_decoder(batch->max_pixels);
-    Py_ssize_t i;
-    while ((i = atomic_fetch_add(&batch->next, 1)) < batch->count)
-        if (!decoder)
-            strcpy(batch->reasons[i], "no decoder");
-        else
-            crop_jpeg(decoder, &batch->crops[i], batch->reasons[i]);
-    if (decoder)
-        free_decoder(decoder);
-    return NULL;
+static void release(Common *common) {
+    PyBuffer_Release(&common->offsets);
+    PyBuffer_Release(&common->boxes);
+    PyBuffer_Release(&common->flips);
+    PyBuffer_Release(&common->out);
 }
 
-/* Works in this thread and, as far as they can be had, in others. */
-static void work_in_threads(Batch *batch, int threads) {
-    pthread_t others[MAX_THREADS];
-    int started = 0;
-    while (started < threads - 1 && pthread_create(&others[started], NULL, work, batch) == 0)
-        started++;
-    work(batch);
-    while (started > 0)
-        pthread_join(others[--started], NULL);
+static int holds(const Py_buffer *buffer, Py_ssize_t n, size_t bytes) {
+    return buffer->len == n * (Py_ssize_t)bytes;
 }
 
-/* --- with Python -------------------------------------------------------------------------------------------------- */
-
-static int check_lengths(Py_ssize_t n, int size, int threads, const Py_buffer *boxes, const Py_buffer *flips,
-                         const Py_buffer *out) {
-    if (size < 1 || size > MAX_SIZE || threads < 1 || threads > MAX_THREADS)
+/* The common part of every job; -1 with an exception where lengths do not fit. There need be no `out`. */
+static int fill(Job *jobs, Py_ssize_t n, const Common *common) {
+    int size = common->size;
+    if (size < 1 || size > MAX_SIZE || common->threads < 1 || common->threads > MAX_THREADS)
         PyErr_SetString(PyExc_ValueError, "size or threads out of range");
-    else if (boxes->len != n * 4 * (Py_ssize_t)sizeof(double) || flips->len != n)
+    else if (!holds(&common->offsets, n, sizeof(int64_t)))
+        PyErr_SetString(PyExc_ValueError, "offsets must be int64 [n]");
+    else if (!holds(&common->boxes, n, 4 * sizeof(double)) || !holds(&common->flips, n, 1))
         PyErr_SetString(PyExc_ValueError, "boxes must be float64 [n, 4] and flips bool [n]");
-    else if (out->len / 3 / size / size != n || out->len != n * 3 * size * size)
+    else if (common->out.obj && (common->out.len / 3 / size / size != n || common->out.len != n * 3 * size * size))
         PyErr_SetString(PyExc_ValueError, "out must be uint8 [n, size, size, 3]");
-    else
-        return 0;
-    return -1;
+    if (PyErr_Occurred())
+        return -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Crop *crop = &jobs[i].crop;
+        memcpy(&jobs[i].source.offset, (const int64_t *)common->offsets.buf + i, sizeof(int64_t));
+        memcpy(crop->box, (const double *)common->boxes.buf + 4 * i, sizeof crop->box);
+        crop->flip = ((const char *)common->flips.buf)[i] != 0;
+        crop->size = size;
+        crop->out = common->out.obj ? (uint8_t *)common->out.buf + (size_t)i * 3 * (size_t)size * (size_t)size : NULL;
+    }
+    return 0;
 }
 
-/* Holds the bytes of every source; returns how many it holds, which is fewer than n after an error. */
-static Py_ssize_t hold(PyObject *sources, Py_ssize_t n, Py_buffer *held) {
+/* What keeps a source alive while Python is not looking. */
+typedef struct {
+    Py_buffer bytes;
+    PyObject *path;
+} Hold;
+
+static int hold(PyObject *object, Hold *held, Source *source) {
+    if (PyUnicode_Check(object)) {
+        source->kind = AT_PATH;
+        if (!PyUnicode_FSConverter(object, &held->path))
+            return -1;
+        source->path = PyBytes_AsString(held->path);
+        return source->path ? 0 : -1;
+    }
+    if (PyLong_Check(object)) {
+        source->kind = IN_OPEN_FILE;
+        long number = PyLong_AsLong(object);
+        source->descriptor = number >= 0 && number <= INT_MAX ? (int)number : -1;
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    source->kind = IN_MEMORY;
+    if (PyObject_GetBuffer(object, &held->bytes, PyBUF_SIMPLE))
+        return -1;
+    source->memory = held->bytes.buf;
+    source->room = (size_t)held->bytes.len;
+    return 0;
+}
+
+static int hold_all(PyObject *sources, const Py_buffer *lengths, Hold *held, Job *jobs) {
+    Py_ssize_t n = PyList_Size(sources);
+    if (!holds(lengths, n, sizeof(int64_t))) {
+        PyErr_SetString(PyExc_ValueError, "lengths must be int64 [n]");
+        return -1;
+    }
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *source = PyList_GetItem(sources, i);
-        if (!source || PyObject_GetBuffer(source, &held[i], PyBUF_SIMPLE))
-            return i;
+        if (!source || hold(source, &held[i], &jobs[i].source))
+            return -1;
+        memcpy(&jobs[i].source.length, (const int64_t *)lengths->buf + i, sizeof(int64_t));
     }
-    return n;
+    return 0;
 }
 
-static void fill(Batch *batch, const Py_buffer *held, const Py_buffer *boxes, const Py_buffer *flips, int size,
-                 const Py_buffer *out) {
-    for (Py_ssize_t i = 0; i < batch->count; i++) {
-        batch->crops[i] = (Crop){
-            .data = held[i].buf,
-            .length = (size_t)held[i].len,
-            .flip = ((const char *)flips->buf)[i] != 0,
-            .tall_first = batch->tall_first,
-            .size = size,
-            .out = (uint8_t *)out->buf + (size_t)i * 3 * size * size,
-        };
-        memcpy(batch->crops[i].box, (const double *)boxes->buf + 4 * i, sizeof batch->crops[i].box);
+static void let_go(Hold *held, Py_ssize_t n) {
+    for (Py_ssize_t i = 0; held && i < n; i++) {
+        PyBuffer_Release(&held[i].bytes); /* does nothing where there is none */
+        Py_XDECREF(held[i].path);
     }
+    free(held);
 }
 
-static PyObject *left_over(const Batch *batch) {
+/* --- results ------------------------------------------------------------------------------------------------------ */
+
+static PyObject *left_over(const Job *jobs, Py_ssize_t n) {
     PyObject *list = PyList_New(0);
-    for (Py_ssize_t i = 0; list && i < batch->count; i++) {
-        if (!batch->reasons[i][0])
+    for (Py_ssize_t i = 0; list && i < n; i++) {
+        const char *reason = jobs[i].reason;
+        if (!reason[0])
             continue;
-        const char *reason = batch->reasons[i];
         PyObject *text = PyUnicode_DecodeLatin1(reason, (Py_ssize_t)strlen(reason), NULL);
         PyObject *pair = Py_BuildValue("(nN)", i, text);
         if (!pair || PyList_Append(list, pair))
@@ -103,60 +120,156 @@ static PyObject *left_over(const Batch *batch) {
     return list;
 }
 
-static PyObject *run(PyObject *sources, const Py_buffer *boxes, const Py_buffer *flips, int size, const Py_buffer *out,
-                     int threads, long long max_pixels, int tall_first) {
-    Py_ssize_t n = PyList_Size(sources);
-    if (check_lengths(n, size, threads, boxes, flips, out))
+static PyObject *run(Job *jobs, Py_ssize_t n, int threads, int64_t max_pixels) {
+    Batch batch = {.count = (size_t)n, .jobs = jobs, .max_pixels = max_pixels};
+    Py_BEGIN_ALLOW_THREADS
+    work_in_threads(&batch, threads);
+    Py_END_ALLOW_THREADS
+    return left_over(jobs, n);
+}
+
+/* --- functions ---------------------------------------------------------------------------------------------------- */
+
+static PyObject *crop(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *sources, *result = NULL;
+    Common common;
+    Py_buffer lengths;
+    long long max_pixels;
+    if (!PyArg_ParseTuple(arguments, "O!y*y*y*y*iw*iL", &PyList_Type, &sources, &common.offsets, &lengths,
+                          &common.boxes, &common.flips, &common.size, &common.out, &common.threads, &max_pixels))
         return NULL;
-    Batch batch = {.count = n, .max_pixels = max_pixels, .tall_first = tall_first};
-    Py_buffer *held = calloc((size_t)n + 1, sizeof *held);
-    batch.crops = calloc((size_t)n + 1, sizeof *batch.crops);
-    batch.reasons = calloc((size_t)n + 1, sizeof *batch.reasons);
-    PyObject *result = NULL;
-    Py_ssize_t holding = 0;
-    if (!held || !batch.crops || !batch.reasons) {
+    Py_ssize_t n = PyList_Size(sources);
+    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
+    Hold *held = calloc((size_t)n + 1, sizeof *held);
+    if (!jobs || !held)
         PyErr_NoMemory();
-    } else if ((holding = hold(sources, n, held)) == n) {
-        fill(&batch, held, boxes, flips, size, out);
-        Py_BEGIN_ALLOW_THREADS
-        work_in_threads(&batch, threads);
-        Py_END_ALLOW_THREADS
-        result = left_over(&batch);
-    }
-    while (holding > 0)
-        PyBuffer_Release(&held[--holding]);
-    free(held);
-    free(batch.crops);
-    free(batch.reasons);
+    else if (fill(jobs, n, &common) == 0 && hold_all(sources, &lengths, held, jobs) == 0)
+        result = run(jobs, n, common.threads, max_pixels);
+    let_go(held, n);
+    free(jobs);
+    PyBuffer_Release(&lengths);
+    release(&common);
     return result;
 }
 
-static PyObject *crop_jpegs(PyObject *module, PyObject *arguments) {
+/* Sizes that are no sizes become -1, which is refused later, by name. */
+static int fill_pixels(Job *jobs, Py_ssize_t n, const Py_buffer *source, const Py_buffer *sizes) {
+    if (!holds(sizes, n, 2 * sizeof(int32_t))) {
+        PyErr_SetString(PyExc_ValueError, "sizes must be int32 [n, 2]");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const int32_t *size = (const int32_t *)sizes->buf + 2 * i;
+        jobs[i].source.memory = source->buf;
+        jobs[i].source.room = (size_t)source->len;
+        jobs[i].width = size[0] > 0 ? size[0] : -1;
+        jobs[i].height = size[1];
+    }
+    return 0;
+}
+
+static PyObject *crop_all_pixels(PyObject *module, PyObject *arguments) {
     (void)module;
-    PyObject *sources;
-    Py_buffer boxes, flips, out;
-    int size, threads, tall_first;
-    long long max_pixels;
-    if (!PyArg_ParseTuple(arguments, "O!y*y*iw*iLp", &PyList_Type, &sources, &boxes, &flips, &size, &out, &threads,
-                          &max_pixels, &tall_first))
+    PyObject *result = NULL;
+    Common common;
+    Py_buffer source, sizes;
+    if (!PyArg_ParseTuple(arguments, "y*y*y*y*y*iw*i", &source, &common.offsets, &sizes, &common.boxes, &common.flips,
+                          &common.size, &common.out, &common.threads))
         return NULL;
-    PyObject *result = run(sources, &boxes, &flips, size, &out, threads, max_pixels, tall_first);
-    PyBuffer_Release(&boxes);
-    PyBuffer_Release(&flips);
-    PyBuffer_Release(&out);
+    Py_ssize_t n = common.flips.len;
+    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
+    if (!jobs)
+        PyErr_NoMemory();
+    else if (fill(jobs, n, &common) == 0 && fill_pixels(jobs, n, &source, &sizes) == 0)
+        result = run(jobs, n, common.threads, 0);
+    free(jobs);
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&sizes);
+    release(&common);
     return result;
 }
+
+/* Every picture in turn, in one thread, into the same `out`. */
+static Stages time_all(Job *jobs, Py_ssize_t n, int64_t max_pixels, uint8_t *out) {
+    Stages stages = {0, 0, 0, 0};
+    Worker *worker = out ? new_worker(max_pixels) : NULL;
+    for (Py_ssize_t i = 0; worker && i < n; i++) {
+        jobs[i].crop.out = out;
+        time_stages(worker, &jobs[i].source, &jobs[i].crop, &stages, jobs[i].reason);
+    }
+    if (worker)
+        free_worker(worker);
+    return stages;
+}
+
+static PyObject *stages(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *sources, *result = NULL;
+    Common common = {.threads = 1};
+    Py_buffer lengths;
+    long long max_pixels;
+    if (!PyArg_ParseTuple(arguments, "O!y*y*y*y*iL", &PyList_Type, &sources, &common.offsets, &lengths, &common.boxes,
+                          &common.flips, &common.size, &max_pixels))
+        return NULL;
+    Py_ssize_t n = PyList_Size(sources);
+    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
+    Hold *held = calloc((size_t)n + 1, sizeof *held);
+    uint8_t *out = common.size > 0 && common.size <= MAX_SIZE ? calloc(3 * (size_t)common.size, (size_t)common.size) : NULL;
+    if (!jobs || !held)
+        PyErr_NoMemory();
+    else if (fill(jobs, n, &common) == 0 && hold_all(sources, &lengths, held, jobs) == 0) {
+        Stages found;
+        Py_BEGIN_ALLOW_THREADS
+        found = time_all(jobs, n, max_pixels, out);
+        Py_END_ALLOW_THREADS
+        result = Py_BuildValue("(dddd)", found.read, found.entropy, found.transform, found.resize);
+    }
+    free(out);
+    let_go(held, n);
+    free(jobs);
+    PyBuffer_Release(&lengths);
+    release(&common);
+    return result;
+}
+
+static PyObject *tile(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer data;
+    long long max_pixels;
+    if (!PyArg_ParseTuple(arguments, "y*L", &data, &max_pixels))
+        return NULL;
+    Output output;
+    char reason[REASON_BYTES];
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = tile_jpeg(data.buf, (size_t)data.len, max_pixels, &output, reason);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&data);
+    if (status) {
+        PyErr_SetString(PyExc_ValueError, reason);
+        return NULL;
+    }
+    PyObject *result = PyBytes_FromStringAndSize((const char *)output.bytes, (Py_ssize_t)output.length);
+    free(output.bytes);
+    return result;
+}
+
+/* --- the module --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
-    {"crop_jpegs", crop_jpegs, METH_VARARGS,
-     "crop_jpegs(sources, boxes, flips, size, out, threads, max_pixels, tall_first) -> [(number, reason), ...]\n\n"
-     "Fills out, uint8 [n, size, size, 3], from a list of n files' bytes, boxes float64 [n, 4] and flips bool [n],\n"
-     "and returns the pictures that it left to the plain decoder."},
+    {"crop", crop, METH_VARARGS,
+     "crop(sources, offsets, lengths, boxes, flips, size, out, threads, max_pixels) -> [(number, reason), ...]"},
+    {"crop_pixels", crop_all_pixels, METH_VARARGS,
+     "crop_pixels(source, offsets, sizes, boxes, flips, size, out, threads) -> [(number, reason), ...]"},
+    {"stages", stages, METH_VARARGS,
+     "stages(sources, offsets, lengths, boxes, flips, size, max_pixels) -> (read_s, entropy_s, transform_s, resize_s)"},
+    {"tile", tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", "JPEG crops on libjpeg-turbo; see podscale.data.decode.", 0, methods,
+    PyModuleDef_HEAD_INIT, "_native", "Crops of pictures; see podscale.data.decode.", 0, methods,
     NULL, NULL, NULL, NULL,
 };
 

@@ -183,7 +183,7 @@ def test_a_truncated_picture_is_refused(kind, share):
 
 
 def test_other_formats_and_nothing_are_refused(photo):
-    assert "neither JPEG, PNG nor WebP" in refusal(saved(Image.fromarray(photo), "BMP"))
+    assert "neither JPEG, PNG, WebP nor PPM" in refusal(saved(Image.fromarray(photo), "BMP"))
     assert "the file is empty" in refusal(b"")
 
 
@@ -273,7 +273,10 @@ def test_the_copying_path_equals_the_plain_one(side):
 
 def test_a_batch_of_files_names_the_one_that_cannot_be_read(photo):
     files = [saved(Image.fromarray(photo), "PNG"), b"junk"]
-    index = SimpleNamespace(images=None, read=files.__getitem__, name=lambda i: f"file {i}")
+    ranges = (files, np.zeros(2, np.int64), np.full(2, -1, np.int64))
+    index = SimpleNamespace(
+        images=None, sources=lambda samples: ranges, read=files.__getitem__, name=lambda i: f"file {i}"
+    )
     boxes, out = np.tile([0.0, 0, 8, 8], (2, 1)), np.zeros((2, 8, 8, 3), np.uint8)
     with pytest.raises(UserError, match="cannot read file 1: "):
         crop_batch(index, np.arange(2), boxes, np.zeros(2, bool), 8, out)

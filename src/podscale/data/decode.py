@@ -1,19 +1,21 @@
 """Decode: bytes and a crop box -> pixels. The native decoder and its plain twin, which fixes what pixels are right.
 
-The plain twin is Pillow. The native decoder (`native/`, in C) decodes only the part of a JPEG that a crop needs, gives
-the same pixels, and leaves whatever is not an ordinary, flawless JPEG to the twin; so does a package that was installed
-without a compiler, and `PODSCALE_DECODER=plain`.
+The plain twin is Pillow. The native decoder (`native/`, in C) reads and decodes only the part of a picture that a crop
+needs, gives the same pixels, and leaves whatever is not an ordinary, flawless JPEG or PPM to the twin; so does a
+package that was installed without a compiler, and `PODSCALE_DECODER=plain`.
 
 Everything else asks for pixels through `crop_batch` alone. Whatever the file, the result is uint8 RGB:
 
-- JPEG, PNG and WebP are told apart by their content, not by their name; animations give their first frame;
+- JPEG, PNG, WebP and PPM (P6, 8 bits: pixels as they are) are told apart by their content, not by their name;
+  animations give their first frame;
 - EXIF orientation is applied first, so sizes and boxes always speak of the upright picture;
 - grayscale gives three equal channels; palettes are looked up; CMYK and YCCK JPEGs are converted by Pillow, Adobe's
   inverted inks included; colour profiles are ignored;
 - 16 bits a channel keep the upper 8;
 - transparency is composited over white, what a photo on a page is seen on;
-- a crop is resized with Pillow's bilinear filter, widened when it shrinks (antialiased); JPEG's scaled decoding, which
-  gives other pixels, is not used. Outside of the picture a box finds the picture reflected at its border.
+- a crop is resized with Pillow's bilinear filter, widened when it shrinks (antialiased), first across and then down;
+  JPEG's scaled decoding, which gives other pixels, is not used. Outside of the picture a box finds the picture
+  reflected at its border.
 
 A header that asks for more than 2**28 pixels is refused before they are allocated, and any picture that cannot be read
 whole is a `UserError` that names it.
@@ -21,6 +23,7 @@ whole is a `UserError` that names it.
 
 import io
 import os
+import re
 import struct
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,7 +33,6 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
-import PIL
 from numpy.typing import NDArray
 from PIL import Image
 from PIL.ImageFile import ImageFile
@@ -50,15 +52,13 @@ except ImportError:  # the package was installed where there is no C compiler or
     _native = None
 
 MAX_PIXELS = 2**28
+PPM_HEADER_BYTES = 1024  # no header is longer
 PICTURES_PER_TASK = 16  # decoding takes a millisecond a picture
 ARRAYS_PER_TASK = 1024  # copying takes a microsecond or two
 
 # Pillow warns of flaws that leave the pixels whole. Its own limits on pixels live in `Image.open`, which is not used
 # here: it would change a setting of the whole process to move them.
 warnings.filterwarnings("ignore", module=r"PIL\.")
-
-# Pillow 13 resizes tall pictures vertically first, which shows in the last bit of a pixel.
-_TALL_FIRST = int(PIL.__version__.split(".")[0]) >= 13
 
 
 def decoder() -> str:
@@ -87,6 +87,11 @@ class Header:
 def read_header(file: IO[bytes], name: str = "the picture") -> Header:
     """Size and orientation, without decoding any pixel."""
     with _naming(name):
+        start = file.read(PPM_HEADER_BYTES)
+        file.seek(0)
+        if start.startswith(b"P6"):
+            width, height, _ = _ppm_header(start)
+            return Header(width, height, 1)
         return _header(_open(file))
 
 
@@ -115,7 +120,7 @@ def crop(
             picture, left, top = _reflected(picture, left, top, right, bottom)
             right, bottom = left + float(box[2] - box[0]), top + float(box[3] - box[1])
         edges = (left, top, min(right, picture.width), min(bottom, picture.height))
-        pixels = np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box=edges))
+        pixels = np.asarray(_resized(picture, edges, size))
     out[...] = pixels[:, ::-1] if flip else pixels
 
 
@@ -140,10 +145,11 @@ def crop_batch(
         )
         return
 
-    if index.images is None and decoder() == "native":
+    if decoder() == "native":
+        natively = _crop_files if index.images is None else _crop_arrays
         spread(
             pool,
-            lambda part: _crop_files(index, samples[part], boxes[part], flips[part], size, out[part]),
+            lambda part: natively(index, samples[part], boxes[part], flips[part], size, out[part]),
             len(samples),
             PICTURES_PER_TASK,
         )
@@ -168,11 +174,31 @@ def _crop_files(
 ) -> None:
     """Natively, in this thread; pictures that the native decoder leaves, in the plain way."""
     assert _native is not None
-    sources = [index.read(int(sample)) for sample in samples]
+    sources, offsets, lengths = index.sources(samples)
     edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
-    left = _native.crop_jpegs(sources, edges, mirrored, size, out, 1, MAX_PIXELS, _TALL_FIRST)
-    for i, _ in left:
-        crop(sources[i], boxes[i], bool(flips[i]), size, out[i], index.name(int(samples[i])))
+    for i, _ in _native.crop(sources, offsets, lengths, edges, mirrored, size, out, 1, MAX_PIXELS):
+        sample = int(samples[i])
+        crop(index.read(sample), boxes[i], bool(flips[i]), size, out[i], index.name(sample))
+
+
+def _crop_arrays(
+    index: "Index",
+    samples: NDArray[np.integer],
+    boxes: NDArray[np.float64],
+    flips: NDArray[np.bool_],
+    size: int,
+    out: NDArray[np.uint8],
+) -> None:
+    """As `_crop_files`, of pictures in memory."""
+    assert _native is not None
+    assert index.images is not None
+    images = index.images  # [n, height, width, 3]
+    offsets = samples.astype(np.int64) * images[0].size
+    sizes = np.tile(np.array(images.shape[2:0:-1], np.int32), (len(samples), 1))
+    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
+    for i, _ in _native.crop_pixels(images, offsets, sizes, edges, mirrored, size, out, 1):
+        sample = int(samples[i])
+        crop(images[sample], boxes[i], bool(flips[i]), size, out[i], index.name(sample))
 
 
 def spread(pool: Executor | None, work: Callable[[slice], None], n: int, per_task: int) -> None:
@@ -227,7 +253,7 @@ def _open(file: IO[bytes]) -> ImageFile:
     elif not start:
         raise ValueError("the file is empty")
     else:
-        raise ValueError("it is neither JPEG, PNG nor WebP")
+        raise ValueError("it is neither JPEG, PNG, WebP nor PPM")
     _check_size(*picture.size)
     return picture
 
@@ -276,11 +302,34 @@ _UPRIGHT = {
 
 def _picture(data: bytes) -> Image.Image:
     """The decoded picture, upright, mode RGB."""
+    if data.startswith(b"P6"):
+        return _ppm(data)
     opened = _open(io.BytesIO(data))
     turn = _header(opened).orientation
     opened.load()
     picture = _rgb(opened)
     return picture.transpose(_UPRIGHT[turn]) if turn > 1 else picture
+
+
+_GAP = rb"(?:[ \t\n\v\f\r]|#[^\n\r]*(?=[\n\r]))+"  # white space and comments
+_PPM = re.compile(rb"P6" + _GAP + rb"([0-9]{1,9})" + _GAP + rb"([0-9]{1,9})" + _GAP + rb"0{0,6}255[ \t\n\v\f\r]")
+
+
+def _ppm_header(start: bytes) -> tuple[int, int, int]:
+    """Width, height, and where the pixels begin."""
+    found = _PPM.match(start[:PPM_HEADER_BYTES])
+    if found is None:
+        raise ValueError("its header is not that of a PPM file of 8 bits a channel")
+    width, height = int(found[1]), int(found[2])
+    _check_size(width, height)
+    return width, height, found.end()
+
+
+def _ppm(data: bytes) -> Image.Image:
+    width, height, start = _ppm_header(data)
+    if len(data) - start != width * height * 3:
+        raise ValueError(f"it has {len(data) - start} bytes of pixels, not the {width * height * 3} its header says")
+    return Image.fromarray(np.frombuffer(data, np.uint8, offset=start).reshape(height, width, 3))
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
@@ -304,6 +353,22 @@ def _gray16(values: NDArray, clear: int | None) -> Image.Image:
 
 
 # --- pixels --------------------------------------------------------------------------------------------------------
+
+
+def _resized(picture: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
+    """The box, across and then down, in two calls: which pass comes first in a single one is up to Pillow's release.
+
+    The first pass leaves out the rows that the second does not look at; the rest keep their places, since weights
+    depend on these in their last bit.
+    """
+    left, top, right, bottom = box
+    reach = max((bottom - top) / size, 1) + 1
+    first, end = max(int(top - reach), 0), min(int(bottom + reach) + 1, picture.height)
+    rows = picture.crop((0, first, picture.width, end))
+    rows = rows.resize((size, end - first), Image.Resampling.BILINEAR, box=(left, 0, right, end - first))
+    tall = Image.new("RGB", (size, picture.height))
+    tall.paste(rows, (0, first))
+    return tall.resize((size, size), Image.Resampling.BILINEAR, box=(0, top, size, bottom))
 
 
 def _reflect(places: NDArray[np.int64], n: int) -> NDArray[np.int64]:
