@@ -48,11 +48,6 @@ class Index:
             return self.images[sample]
         return decode.decode(self.read(sample), self.name(sample))
 
-    def sources(self, samples: NDArray[np.integer]) -> tuple[list[str | int], NDArray[np.int64], NDArray[np.int64]]:
-        """Where the files' bytes lie: paths or open files, offsets, and lengths, of which -1 is the whole file."""
-        n = len(samples)
-        return [self.paths[sample] for sample in samples], np.zeros(n, np.int64), np.full(n, -1, np.int64)
-
     def read(self, sample: int) -> bytes:
         """The encoded picture, of an index of files."""
         return self._files().read(sample)
