@@ -50,11 +50,9 @@ INLINE __m256i side_by_side(const int step, const int at) {
 }
 
 /* The sums of one place for rows a to d, into ab and cd. */
-INLINE void place_sums(const Pass *pass, int place, const uint8_t *const row[4], int offset, const int step,
-                       const int pairs, __m256i *ab, __m256i *cd) {
+INLINE void place_sums(const Pair *pair, size_t at, const uint8_t *const row[4], const int step, const int pairs,
+                       __m256i *ab, __m256i *cd) {
     const __m256i near = side_by_side(step, 0), far = side_by_side(step, 2);
-    const Pair *pair = pass->weights + (size_t)place * (size_t)pairs;
-    size_t at = (size_t)step * (size_t)(pass->first[place] - offset);
     Sums first = {_mm256_setzero_si256(), _mm256_set1_epi32(HALF)}, second = first;
     int p = 0;
     for (; p + 2 <= pairs; p += 2, at += 4 * (size_t)step) {
@@ -85,13 +83,21 @@ INLINE void put(const __m256i sums[4], uint8_t *a, uint8_t *b) {
 
 INLINE void four_rows(const Pass *pass, const uint8_t *const from[4], int offset, uint8_t *const to[4],
                       const int step, const int pairs) {
+    /* Copies, since bytes that are written might otherwise be taken for these. */
+    const uint8_t *const row[4] = {from[0], from[1], from[2], from[3]};
+    uint8_t *a = to[0], *b = to[1], *c = to[2], *d = to[3];
+    const Pair *weights = pass->weights;
+    const int *first = pass->first;
     int last = pass->places - 1;
-    for (int place = 0; place <= last; place += 4) {
+    for (int place = 0; place <= last; place += 4, a += 12, b += 12, c += 12, d += 12) {
         __m256i ab[4], cd[4];
-        for (int i = 0; i < 4; i++)
-            place_sums(pass, place + i < last ? place + i : last, from, offset, step, pairs, &ab[i], &cd[i]);
-        put(ab, to[0] + 3 * place, to[1] + 3 * place);
-        put(cd, to[2] + 3 * place, to[3] + 3 * place);
+        for (int i = 0; i < 4; i++) {
+            int slot = place + i < last ? place + i : last;
+            size_t at = (size_t)step * (size_t)(first[slot] - offset);
+            place_sums(weights + (size_t)slot * (size_t)pairs, at, row, step, pairs, &ab[i], &cd[i]);
+        }
+        put(ab, a, b);
+        put(cd, c, d);
     }
 }
 

@@ -48,13 +48,10 @@ INLINE __m512i four_pixels(const uint8_t *const row[4], size_t at) {
     return _mm512_inserti32x4(all, _mm_loadu_si128((const __m128i *)(row[3] + at)), 3);
 }
 
-INLINE __m512i place_sums(const Pass *pass, int place, const uint8_t *const row[4], int offset, const int step,
-                          const int quads) {
+INLINE __m512i place_sums(const Quad *quad, size_t at, const uint8_t *const row[4], const int step, const int quads) {
     const char s = (char)step;
     const __m512i by_colour = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, s, 2 * s, 3 * s, 1, s + 1, 2 * s + 1, 3 * s + 1, 2, s + 2, 2 * s + 2, 3 * s + 2, -1, -1, -1, -1));
-    const Quad *quad = pass->quad + (size_t)place * (size_t)quads;
-    size_t at = (size_t)step * (size_t)(pass->first[place] - offset);
     Sums sums = nothing_yet();
     for (int q = 0; q < quads; q++, at += 4 * (size_t)step)
         sums = added(sums, _mm512_shuffle_epi8(four_pixels(row, at), by_colour), quad + q);
@@ -65,16 +62,24 @@ INLINE void four_rows(const Pass *pass, const uint8_t *const from[4], int offset
                       const int step, const int quads) {
     const __m512i without_x = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1));
+    /* Copies, since bytes that are written might otherwise be taken for these. */
+    const uint8_t *const row[4] = {from[0], from[1], from[2], from[3]};
+    uint8_t *a = to[0], *b = to[1], *c = to[2], *d = to[3];
+    const Quad *weights = pass->quad;
+    const int *first = pass->first;
     int last = pass->places - 1;
-    for (int place = 0; place <= last; place += 4) {
+    for (int place = 0; place <= last; place += 4, a += 12, b += 12, c += 12, d += 12) {
         __m512i sums[4];
-        for (int i = 0; i < 4; i++)
-            sums[i] = place_sums(pass, place + i < last ? place + i : last, from, offset, step, quads);
+        for (int i = 0; i < 4; i++) {
+            int slot = place + i < last ? place + i : last;
+            size_t at = (size_t)step * (size_t)(first[slot] - offset);
+            sums[i] = place_sums(weights + (size_t)slot * (size_t)quads, at, row, step, quads);
+        }
         __m512i bytes = _mm512_shuffle_epi8(packed(sums[0], sums[1], sums[2], sums[3]), without_x);
-        _mm_storeu_si128((__m128i *)(to[0] + 3 * place), _mm512_castsi512_si128(bytes));
-        _mm_storeu_si128((__m128i *)(to[1] + 3 * place), _mm512_extracti32x4_epi32(bytes, 1));
-        _mm_storeu_si128((__m128i *)(to[2] + 3 * place), _mm512_extracti32x4_epi32(bytes, 2));
-        _mm_storeu_si128((__m128i *)(to[3] + 3 * place), _mm512_extracti32x4_epi32(bytes, 3));
+        _mm_storeu_si128((__m128i *)a, _mm512_castsi512_si128(bytes));
+        _mm_storeu_si128((__m128i *)b, _mm512_extracti32x4_epi32(bytes, 1));
+        _mm_storeu_si128((__m128i *)c, _mm512_extracti32x4_epi32(bytes, 2));
+        _mm_storeu_si128((__m128i *)d, _mm512_extracti32x4_epi32(bytes, 3));
     }
 }
 

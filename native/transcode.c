@@ -124,7 +124,7 @@ static int transcode(Transcoder *transcoder, const uint8_t *data, size_t length,
     jpeg_create_compress(&transcoder->to);
     transcoder->destination = (struct jpeg_destination_mgr){
         .init_destination = begin_output, .empty_output_buffer = on_full, .term_destination = end_output};
-    if (grow(&transcoder->output, length + 1024))
+    if (grow(&transcoder->output, length / 2 + 1))
         leave(&transcoder->guard, "out of memory");
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&transcoder->from);
     if (lacks_scans(&transcoder->from))

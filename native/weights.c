@@ -103,12 +103,6 @@ static int make_room(Pass *pass, int taps) {
     return 0;
 }
 
-static void put_weight(Pass *pass, int place, unsigned tap, int32_t weight) {
-    store(pass->weights + (size_t)place * (size_t)pass->pairs, tap, weight);
-    if (has_vnni())
-        store_digits(pass->quad + (size_t)place * (size_t)pass->quads, tap, weight);
-}
-
 int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mirrored) {
     double scale = (double)(end - start) / places;
     size_t most = 2 * (size_t)ceil(scale < 1.0 ? 1.0 : scale) + 1, count = (size_t)places;
@@ -120,6 +114,7 @@ int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mi
     Reach *reaches = (Reach *)(pass->scratch + count * most);
     int taps = weigh(pass, inputs, start, scale, most, reaches);
 
+    int with_digits = has_vnni();
     if (make_room(pass, taps))
         return -1;
     for (int place = 0; place < places; place++) {
@@ -129,8 +124,14 @@ int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mi
         /* A place at the end begins earlier, with zeros, rather than reach past the last input. */
         int first = reach.first < pass->to - taps ? reach.first : pass->to - taps;
         pass->first[slot] = first;
-        for (int i = 0; i < reach.count; i++)
-            put_weight(pass, slot, (unsigned)(reach.first - first + i), fixed(weights[i]));
+        Pair *pairs = pass->weights + (size_t)slot * (size_t)pass->pairs;
+        Quad *quads = with_digits ? pass->quad + (size_t)slot * (size_t)pass->quads : NULL;
+        for (int i = 0; i < reach.count; i++) {
+            unsigned tap = (unsigned)(reach.first - first + i);
+            store(pairs, tap, fixed(weights[i]));
+            if (quads)
+                store_digits(quads, tap, fixed(weights[i]));
+        }
     }
     return 0;
 }

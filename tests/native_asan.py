@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import ImageFile
-from test_native import any_jpeg, exif, jpeg, native, ppm, resampled
+from test_native import any_jpeg, exif, jpeg, native, oddities, ppm, resampled
 
 NATIVE = Path(__file__).parents[1] / "native"
 SOURCES = sorted(str(path) for path in NATIVE.glob("*.c") if path.name != "module.c")
@@ -28,6 +28,7 @@ def seeds(folder: Path) -> list[str]:
     made += [resampled(jpeg(rng, 64, 64, subsampling=2), factors, 64, 64) for factors in (0x41, 0x14)]
     made += [jpeg(rng, 60, 50, exif=exif(orientation)) for orientation in (1, 6)]
     made += [native.tile(any_jpeg(rng, most)[0], 2**28) for most in ((120, 90), (300, 150)) for _ in range(20)]
+    made += [oddities()["inks"][0], native.tile(oddities()["inks"][0], 2**28)]
     made += [ppm(rng, 40, 30), ppm(rng, 90, 7, b"P6 # pixels\n%d %d 255\t")]
     paths = [folder / f"{i}.jpg" for i in range(len(made))]
     for path, data in zip(paths, made, strict=True):

@@ -631,6 +631,29 @@ def test_the_environment_chooses(monkeypatch):
         decode.decoder()
 
 
+def test_stages_are_the_time_of_each_part_of_the_work(tmp_path):
+    rng = np.random.default_rng(0)
+    contents = {"jpeg": jpeg(rng, 400, 300), "ppm": ppm(rng, 400, 300)}
+    box, flip, start, length = (
+        np.array([[10.0, 10, 300, 290]]),
+        np.array([True]),
+        np.zeros(1, np.int64),
+        -np.ones(1, np.int64),
+    )
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+        read, entropy, transform, resize = native.stages([str(tmp_path / name)], start, length, box, flip, 64, 2**28)
+        assert read > 0
+        assert resize > 0
+        assert (entropy > 0) == (name == "jpeg")
+        assert transform >= 0
+    assert (
+        native.stages([b"junk", b"P6"], *np.zeros((2, 2), np.int64), np.zeros((2, 4)), np.zeros(2, bool), 8, 9)[3] == 0
+    )
+    with pytest.raises(ValueError, match="out of range"):
+        native.stages([], start[:0], length[:0], box[:0], flip[:0], 0, 2**28)
+
+
 def test_wrong_arguments_are_refused():
     zeros, boxes, flips, out = (
         np.zeros(1, np.int64),
