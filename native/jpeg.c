@@ -204,8 +204,8 @@ static void read_rows(Decoder *decoder, int offset) {
     }
 }
 
-static void start(Decoder *decoder) {
-    decoder->jpeg.out_color_space = JCS_EXT_RGBX;
+static void start(Decoder *decoder, J_COLOR_SPACE space) {
+    decoder->jpeg.out_color_space = space;
     decoder->jpeg.dct_method = JDCT_ISLOW;
     jpeg_start_decompress(&decoder->jpeg);
     if (lacks_scans(&decoder->jpeg))
@@ -234,7 +234,7 @@ static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const T
         open_window(decoder, tiles, crop);
     else
         open_whole(decoder, data, length, crop);
-    start(decoder);
+    start(decoder, JCS_EXT_RGBX);
     work(decoder);
     if (!tiles && work == decode && !jpeg_input_complete(&decoder->jpeg) && !ends_well(decoder))
         leave(&decoder->guard, "damaged or cut off below the crop");
@@ -264,6 +264,37 @@ void skim_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t len
     decoder->canvas = canvas;
     decoder->guard.reason = reason;
     attempt_all(decoder, data, length, crop, skim);
+}
+
+static void read_whole(Decoder *decoder, Whole *whole) {
+    size_t pitch = 3 * (size_t)whole->width;
+    JSAMPROW rows[LINES];
+    for (int y = 0; y < whole->height; y += LINES) {
+        int count = whole->height - y < LINES ? whole->height - y : LINES;
+        for (int i = 0; i < count; i++)
+            rows[i] = whole->pixels + (size_t)(y + i) * pitch;
+        fill_lines(decoder, rows, count);
+    }
+}
+
+int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, Whole *whole, char *reason) {
+    whole->pixels = NULL;
+    decoder->guard.reason = reason;
+    if (setjmp(decoder->guard.escape)) {
+        jpeg_abort_decompress(&decoder->jpeg);
+        free(whole->pixels);
+        return -1;
+    }
+    read_header(decoder, data, length);
+    start(decoder, JCS_EXT_RGB);
+    whole->width = (int)decoder->jpeg.output_width;
+    whole->height = (int)decoder->jpeg.output_height;
+    whole->pixels = needed(&decoder->guard, malloc(3 * (size_t)whole->width * (size_t)whole->height));
+    read_whole(decoder, whole);
+    if (!jpeg_input_complete(&decoder->jpeg) && !ends_well(decoder))
+        leave(&decoder->guard, "damaged or cut off at the end");
+    jpeg_abort_decompress(&decoder->jpeg);
+    return 0;
 }
 
 /* --- life --------------------------------------------------------------------------------------------------------- */

@@ -16,6 +16,13 @@ void free_decoder(Decoder *decoder);
 /* As crop_picture. */
 int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason);
 
+/* The whole picture, uint8 [height, width, 3], to be freed. Returns as crop_picture. */
+typedef struct {
+    int width, height;
+    uint8_t *pixels;
+} Whole;
+int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, Whole *whole, char *reason);
+
 /* Does nothing but the entropy decoding that the crop needs, of a picture that could be cropped. */
 void skim_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop);
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "batch.h"
+#include "jpeg.h"
 #include "transcode.h"
 
 /* --- arguments ---------------------------------------------------------------------------------------------------- */
@@ -255,6 +256,63 @@ static PyObject *tile(PyObject *module, PyObject *arguments) {
     return result;
 }
 
+/* Width, height and pixels; ValueError with the reason where the picture is left to the plain twin. */
+static PyObject *decode(PyObject *module, PyObject *arguments) {
+    (void)module;
+    Py_buffer data;
+    long long max_pixels;
+    if (!PyArg_ParseTuple(arguments, "y*L", &data, &max_pixels))
+        return NULL;
+    Whole whole = {0, 0, NULL};
+    char reason[REASON_BYTES] = "out of memory";
+    int status = -1;
+    Py_BEGIN_ALLOW_THREADS
+    Decoder *decoder = new_decoder(max_pixels);
+    if (decoder) {
+        status = decode_jpeg(decoder, data.buf, (size_t)data.len, &whole, reason);
+        free_decoder(decoder);
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&data);
+    if (status) {
+        PyErr_SetString(PyExc_ValueError, reason);
+        return NULL;
+    }
+    Py_ssize_t bytes = 3 * (Py_ssize_t)whole.width * whole.height;
+    PyObject *result = Py_BuildValue("(iiy#)", whole.width, whole.height, (const char *)whole.pixels, bytes);
+    free(whole.pixels);
+    return result;
+}
+
+static PyObject *advise(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *sources, *result = NULL;
+    Py_buffer offsets, lengths;
+    if (!PyArg_ParseTuple(arguments, "O!y*y*", &PyList_Type, &sources, &offsets, &lengths))
+        return NULL;
+    Py_ssize_t n = PyList_Size(sources);
+    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
+    Hold *held = calloc((size_t)n + 1, sizeof *held);
+    if (!jobs || !held) {
+        PyErr_NoMemory();
+    } else if (!holds(&offsets, n, sizeof(int64_t))) {
+        PyErr_SetString(PyExc_ValueError, "offsets must be int64 [n]");
+    } else if (hold_all(sources, &lengths, held, jobs) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < n; i++) {
+            memcpy(&jobs[i].source.offset, (const int64_t *)offsets.buf + i, sizeof(int64_t));
+            advise_source(&jobs[i].source);
+        }
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    let_go(held, n);
+    free(jobs);
+    PyBuffer_Release(&offsets);
+    PyBuffer_Release(&lengths);
+    return result;
+}
+
 /* --- the module --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
@@ -264,6 +322,8 @@ static PyMethodDef methods[] = {
      "crop_pixels(source, offsets, sizes, boxes, flips, size, out, threads) -> [(number, reason), ...]"},
     {"stages", stages, METH_VARARGS,
      "stages(sources, offsets, lengths, boxes, flips, size, max_pixels) -> (read_s, entropy_s, transform_s, resize_s)"},
+    {"decode", decode, METH_VARARGS, "decode(data, max_pixels) -> (width, height, pixels)"},
+    {"advise", advise, METH_VARARGS, "advise(sources, offsets, lengths)"},
     {"tile", tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
     {NULL, NULL, 0, NULL},
 };

@@ -79,3 +79,15 @@ void close_source(Range *range) {
         close(range->descriptor);
     range->opened = 0;
 }
+
+void advise_source(const Source *source) {
+#ifdef POSIX_FADV_WILLNEED
+    Range range;
+    if (source->kind == IN_MEMORY || open_source(&range, source))
+        return;
+    posix_fadvise(range.descriptor, (off_t)range.offset, (off_t)range.length, POSIX_FADV_WILLNEED);
+    close_source(&range);
+#else
+    (void)source;
+#endif
+}

@@ -27,4 +27,6 @@ const char *open_source(Range *range, const Source *source);
 const char *read_source(const Range *range, size_t from, size_t count, uint8_t *into); /* of a file */
 void close_source(Range *range);
 
+void advise_source(const Source *source); /* has the kernel read it ahead of time, if it can */
+
 #endif

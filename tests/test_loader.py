@@ -246,12 +246,21 @@ def test_an_error_in_the_background_reaches_the_consumer_once(tmp_path, recipe):
 def test_at_most_depth_batches_are_made_ahead(index, recipe):
     made, enough = [], threading.Semaphore(0)
 
-    def make(job, pool):
-        made.append(job)
-        enough.release()
-        return next(real)
+    class Telling:
+        device = jax.devices()[0]
 
-    with eval_batches(index, recipe, sharding(1, 0), 64) as real, Batches(range(9), make, 1, depth=3) as batches:
+        def __init__(self):
+            self.index = index
+
+        def ahead(self, job):
+            return np.array([job])
+
+        def make(self, job, pool, staging):
+            made.append(job)
+            enough.release()
+            return next(real)
+
+    with eval_batches(index, recipe, sharding(1, 0), 64) as real, Batches(range(9), Telling(), 1, depth=3) as batches:
         for _ in range(3):
             assert enough.acquire(timeout=10)
         assert not enough.acquire(timeout=0.2)  # full

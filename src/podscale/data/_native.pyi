@@ -49,6 +49,15 @@ def stages(
     Entropy decoding is done once more, alone, to be timed; the transform (inverse DCT, upsampling, colour) is the rest.
     """
 
+def decode(data: Buffer, max_pixels: int, /) -> tuple[int, int, bytes]:
+    """Width, height and pixels [height, width, 3] of a whole JPEG.
+
+    Raises ValueError, with the reason, for what is left to the plain twin.
+    """
+
+def advise(sources: list[str | int | Buffer], offsets: Buffer, lengths: Buffer, /) -> None:
+    """Has the kernel read these pictures' files ahead of time."""
+
 def tile(data: Buffer, max_pixels: int, /) -> bytes:
     """A JPEG of the same pixels and markers in one baseline scan, in tiles of which `crop` decodes only those it needs.
 

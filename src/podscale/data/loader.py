@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -182,6 +182,21 @@ class _EvalJob:
         blocks = images.reshape(*self.offsets.shape, *images.shape[1:])
         count = min(self.shards.shape[0], len(self.index) - first)
         return Batch(self.shards.assemble(blocks), self.shards.assemble(labels.reshape(self.offsets.shape)), count)
+
+
+class Maker(Protocol):
+    """What makes the batches of a list of jobs."""
+
+    @property
+    def index(self) -> Index: ...
+    @property
+    def device(self) -> Any:
+        """One of those that the batches go to."""
+
+    def ahead(self, job: Any, /) -> NDArray[np.int64]:
+        """The samples that a job needs."""
+
+    def make(self, job: Any, pool: Executor, staging: Staging, /) -> Batch: ...
 
 
 # --- the thread ahead of the consumer ------------------------------------------------------------------------------
