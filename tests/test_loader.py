@@ -186,7 +186,7 @@ def test_a_range_longer_than_a_call_is_no_batch(index, recipe):
     plan = planned(recipe, len(index), layout(1, 1, 1), 4)
     with (
         train_batches(index, plan, [range(5)], sharding(1, 2)) as batches,
-        pytest.raises(ValueError, match="negative dimensions"),
+        pytest.raises(ValueError, match="could not broadcast"),
     ):
         next(batches)
 
@@ -201,7 +201,7 @@ def test_a_sharding_over_other_devices_than_the_plans_is_no_batch(index, recipe,
     plan = planned(recipe, len(index), layout(2, 1, 1), 1)
     with (
         train_batches(index, plan, [range(1)], sharding(devices, 2)) as batches,
-        pytest.raises(ValueError, match="Expected shard shape"),
+        pytest.raises(ValueError, match="could not broadcast"),
     ):
         next(batches)
 

@@ -23,7 +23,11 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file i
 class Checkpoints:
     """The checkpoints of one run; a context manager that leaves only once everything is on disk."""
 
-    def __init__(self, folder: Path, keep: int = 2, *, read_only: bool = False) -> None:
+    def __init__(
+        self, folder: Path, keep: int = 2, *, read_only: bool = False, about: dict[str, Any] | None = None
+    ) -> None:
+        """`about`: facts for people, written down beside every checkpoint."""
+        self._about = about
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} should be a folder of checkpoints, but it is a file")
         best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
@@ -53,7 +57,13 @@ class Checkpoints:
     def save(self, step: int, state: Any, accuracy: float | None = None) -> None:
         """Starts to write `state` as it is now; returns once it may be changed."""
         metrics = None if accuracy is None else {"accuracy": accuracy}
-        self._manager.save(step, args=ocp.args.StandardSave(_table(state)), metrics=metrics, force=True)
+        self._manager.save(
+            step,
+            args=ocp.args.StandardSave(_table(state)),
+            metrics=metrics,
+            force=True,
+            custom_metadata=self._about,
+        )
 
     def restore(self, step: int, like: T) -> T:
         """The state saved at `step`, with the structure, types and sharding of `like`."""

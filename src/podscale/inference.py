@@ -50,7 +50,7 @@ def predict(
     run: Run, pictures: list[str], which: str = "best", model: nnx.Module | None = None
 ) -> list[dict[str, Any]]:
     """The most likely classes of each picture file, most likely first."""
-    index, classes = files_index([Path(p) for p in pictures]), run.classes()
+    index, classes = files_index([Path(p) for p in pictures]).shrunk(run.recipe.data.shrink), run.classes()
     net, state = _restored(run, which, model)
     numbers = state.average or {"params": state.params, "stats": state.stats}
     probabilities = steps.predictor(net, run.recipe)

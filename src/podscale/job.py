@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +12,15 @@ import optax
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from podscale import models, optim
 from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
-from podscale.data import loader
+from podscale.data import cache, decode, loader
 from podscale.data.files import Progress
-from podscale.data.index import NO_PICTURES, Splits, open_index
+from podscale.data.index import NO_PICTURES, Index, Splits, decoded_bytes, open_index
 from podscale.data.order import Order
 from podscale.memory import footprint
 from podscale.models.functional import Functional, functional
@@ -75,6 +77,35 @@ def assemble(
     state = steps.initial_state(recipe, params, stats, optimizer)
     state = jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, PartitionSpec()))
     return Job(recipe, plan, mesh, data, net, optimizer, schedule, state)
+
+
+def cached(job: Job, options: Options) -> Job:
+    """The same job, with the pictures of this process kept in memory as far as the options and the memory allow."""
+    if job.data.train.files is None:
+        return job
+    limit = int(options.cache_gib * 2**30) or int(cache.FREE_SHARE * cache.free_bytes()) // pods.processes_here()
+    own = loader.train_samples(job.plan, pods.batch_sharding(job.mesh, axis=2))
+    train = _kept(job.data.train, own, options.cache, limit, job.recipe.train.epochs)
+    limit -= train.cache.memory.size if train.cache else 0
+    own = loader.eval_samples(len(job.data.val), pods.batch_sharding(job.mesh), job.plan.eval_images)
+    val = _kept(job.data.val, own, options.cache, limit, len(job.plan.eval_steps()))
+    return job._replace(data=replace(job.data, train=train, val=val))
+
+
+def _kept(index: Index, samples: NDArray[np.int64], wanted: str, limit: int, passes: float) -> Index:
+    encoded, decoded = (cache.room(lengths[samples]) for lengths in (index.bytes, decoded_bytes(index)))
+    kind = cache.choose(wanted, encoded, decoded, limit, passes)
+    return index.cached(kind, samples) if kind else index
+
+
+def input_facts(job: Job) -> dict[str, Any]:
+    """How this process comes by its pixels, none of which changes them: decoder, and what is kept in memory."""
+    kept = {split: getattr(job.data, split).cache for split in ("train", "val")}
+    return {
+        "decoder": decode.decoder() if job.data.train.files is not None else "none",
+        "cache": {split: found.kind if found else "none" for split, found in kept.items()},
+        "cache_bytes": sum(found.memory.size for found in kept.values() if found),
+    }
 
 
 def compiled_step(job: Job, run: Run | None = None) -> Any:

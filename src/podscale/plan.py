@@ -251,7 +251,7 @@ def make(
 
 def _check_options(options: Options) -> None:
     for field, value in vars(options).items():
-        if isinstance(value, int) and value < 0:
+        if isinstance(value, int | float) and value < 0:
             raise UserError(f"plan.{field} must be 0 or more, not {value}")
 
 

@@ -6,6 +6,8 @@ No lists of device numbers appear anywhere else.
 """
 
 import os
+import socket
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,6 +174,14 @@ def _launched() -> bool:
 def speaks() -> bool:
     """Whether this is the process that writes files and talks to people: the first."""
     return bool(jax.process_index() == 0)
+
+
+def processes_here() -> int:
+    """How many of the joined processes run on this machine, and share its memory."""
+    if jax.process_count() == 1:
+        return 1
+    name = np.uint32(zlib.crc32(socket.gethostname().encode()))
+    return int(np.sum(multihost_utils.process_allgather(name) == name))
 
 
 def first_ones(number: int) -> int:

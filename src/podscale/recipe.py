@@ -30,6 +30,7 @@ class Data:
     )
     path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
     image_size: int = _field(8, "side of the square the model sees, in pixels")
+    shrink: int = _field(0, "pictures are first shrunk to at most this many pixels on the longer side; 0: not at all")
     lanes: int = _field(1, "independent shuffles the data set is cut into; a host reads only its own lanes")
     classes: int = _field(0, "number of classes; 0: as found")
     train_samples: int = _field(0, "number of training pictures; 0: as found")
@@ -302,9 +303,9 @@ _SHARES = (
     "augment.label_smoothing train.stats_momentum"
 ).split()
 _AT_LEAST_ZERO = (
-    "data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust optimizer.epsilon "
-    "optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs schedule.factor "
-    "augment.padding augment.randaugment augment.magnitude augment.mixup train.seed"
+    "data.shrink data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust "
+    "optimizer.epsilon optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs "
+    "schedule.factor augment.padding augment.randaugment augment.magnitude augment.mixup train.seed"
 ).split()
 
 

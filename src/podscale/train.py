@@ -12,8 +12,8 @@ from rich.console import Console
 
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints
-from podscale.data import decode, loader
-from podscale.job import Evaluator, Job, compiled_step, prepare, train_batches
+from podscale.data import loader
+from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.recipe import Recipe
@@ -47,11 +47,11 @@ def train(
         console = (console or Console()) if pods.speaks() else Console(quiet=True)
         with scanning(console) as progress:
             job = prepare(recipe, pod, options, model, progress)
+        job = cached(job, options)
         run = _opened(job, folder)
-    console.print(table("plan", job.plan.rows()))
-    if job.data.train.images is None and decode.decoder() != "native":
-        console.print(f"decoder: {decode.decoder()}", highlight=False)
-    with Checkpoints(run.checkpoints, job.plan.keep) as checkpoints:
+    facts = input_facts(job)
+    console.print(table("plan", [*job.plan.rows(), *_decoding(facts)]))
+    with Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, checkpoints, console)
         teller = Teller(run, job.plan, ledger, console, start, until)
@@ -68,11 +68,20 @@ def _opened(job: Job, folder: Path) -> Run:
     """The run's folder, which the first process fills; if it cannot, all of them end."""
 
     def fill() -> None:
-        Run.create(folder, job.recipe, job.plan.to_dict(), job.data.classes)
+        Run.create(folder, job.recipe, job.plan.to_dict() | {"input": input_facts(job)}, job.data.classes)
         Image.fromarray(loader.eval_pictures(job.data.val, [0], job.recipe)[0]).save(folder / "sample.png")
 
     pods.by_the_first(fill)
     return Run(folder, job.recipe)
+
+
+def _decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The plan's row about pictures in files."""
+    if facts["decoder"] == "none":
+        return []
+    kept = ", ".join(f"{split} {kind}" for split, kind in facts["cache"].items() if kind != "none")
+    memory = f"kept in memory: {kept} ({facts['cache_bytes'] / 2**30:.2f} GiB)" if kept else "nothing kept in memory"
+    return [("decoder", f"{facts['decoder']}; {memory}")]
 
 
 def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job, int]:

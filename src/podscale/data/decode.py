@@ -107,6 +107,27 @@ def decode(data: bytes, name: str = "the picture") -> NDArray[np.uint8]:
         return np.asarray(_picture(data))
 
 
+def shrunk_sizes(sizes: NDArray[np.int32], longest: int) -> NDArray[np.int32]:
+    """Widths and heights [n, 2] with the longer side no longer than `longest`, if that is not 0.
+
+    >>> shrunk_sizes(np.array([[500, 375], [300, 400]], np.int32), 400).tolist()
+    [[400, 300], [300, 400]]
+    """
+    if not longest:
+        return sizes
+    wide = sizes.astype(np.float64)
+    scale = np.minimum(longest / wide.max(axis=1, keepdims=True, initial=1), 1.0)
+    return np.maximum(np.floor(wide * scale + 0.5), 1).astype(np.int32)
+
+
+def shrink(pixels: NDArray[np.uint8], width: int, height: int) -> NDArray[np.uint8]:
+    """A whole picture of this size, by the filter of all crops; itself where it has it already."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    across = Image.fromarray(pixels).resize((width, pixels.shape[0]), Image.Resampling.BILINEAR)
+    return np.asarray(across.resize((width, height), Image.Resampling.BILINEAR))
+
+
 def crop(
     source: bytes | NDArray[np.uint8],
     box: Sequence[float],
@@ -151,60 +172,58 @@ def crop_batch(
         )
         return
 
-    if decoder() == "native":
-        natively = _crop_files if index.images is None else _crop_arrays
-        spread(
-            pool,
-            lambda part: natively(index, samples[part], boxes[part], flips[part], size, out[part]),
-            len(samples),
-            PICTURES_PER_TASK,
-        )
+    work = _crop_natively if decoder() == "native" else _crop_plainly
+    spread(
+        pool,
+        lambda part: work(index, samples[part], boxes[part], flips[part], size, out[part]),
+        len(samples),
+        PICTURES_PER_TASK,
+    )
+
+
+def _crop_plainly(
+    index: "Index",
+    samples: NDArray[np.integer],
+    boxes: NDArray[np.float64],
+    flips: NDArray[np.bool_],
+    size: int,
+    out: NDArray[np.uint8],
+) -> None:
+    for i, sample in enumerate(samples.tolist()):
+        crop(index.pixels(sample), boxes[i], bool(flips[i]), size, out[i], index.name(sample))
+
+
+def _crop_natively(
+    index: "Index",
+    samples: NDArray[np.integer],
+    boxes: NDArray[np.float64],
+    flips: NDArray[np.bool_],
+    size: int,
+    out: NDArray[np.uint8],
+) -> None:
+    """In this thread; pictures that the native decoder leaves, and those to be shrunk first, in the plain way."""
+    assert _native is not None
+    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
+    arrays = index.arrays(samples)
+    if arrays is not None:
+        memory, places = arrays
+        sizes = np.ascontiguousarray(index.sizes[samples], np.int32)
+        left = _native.crop_pixels(memory, places, sizes, edges, mirrored, size, out, 1)
+    elif index.shrinks(samples).any():
+        left = [(i, "to be shrunk first") for i in range(len(samples))]
+    else:
+        left = _native.crop(*index.sources(samples), edges, mirrored, size, out, 1, MAX_PIXELS)
+    for i, _ in left:
+        part = slice(i, i + 1)
+        _crop_plainly(index, samples[part], boxes[part], flips[part], size, out[part])
+
+
+def advise(index: "Index", samples: NDArray[np.integer]) -> None:
+    """Has the kernel read the pictures' files ahead of time, as far as it can; what is kept in memory needs none."""
+    if _native is None or index.files is None or (index.cache is not None and not len(index.cache.missing(samples))):
         return
-
-    def pictures(part: slice) -> None:
-        for i in range(part.start, part.stop):
-            sample = int(samples[i])
-            source = index.read(sample) if index.images is None else index.images[sample]
-            crop(source, boxes[i], bool(flips[i]), size, out[i], index.name(sample))
-
-    spread(pool, pictures, len(samples), PICTURES_PER_TASK)
-
-
-def _crop_files(
-    index: "Index",
-    samples: NDArray[np.integer],
-    boxes: NDArray[np.float64],
-    flips: NDArray[np.bool_],
-    size: int,
-    out: NDArray[np.uint8],
-) -> None:
-    """Natively, in this thread; pictures that the native decoder leaves, in the plain way."""
-    assert _native is not None
-    sources, offsets, lengths = index.sources(samples)
-    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
-    for i, _ in _native.crop(sources, offsets, lengths, edges, mirrored, size, out, 1, MAX_PIXELS):
-        sample = int(samples[i])
-        crop(index.read(sample), boxes[i], bool(flips[i]), size, out[i], index.name(sample))
-
-
-def _crop_arrays(
-    index: "Index",
-    samples: NDArray[np.integer],
-    boxes: NDArray[np.float64],
-    flips: NDArray[np.bool_],
-    size: int,
-    out: NDArray[np.uint8],
-) -> None:
-    """As `_crop_files`, of pictures in memory."""
-    assert _native is not None
-    assert index.images is not None
-    images = index.images  # [n, height, width, 3]
-    offsets = samples.astype(np.int64) * images[0].size
-    sizes = np.tile(np.array(images.shape[2:0:-1], np.int32), (len(samples), 1))
-    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
-    for i, _ in _native.crop_pixels(images, offsets, sizes, edges, mirrored, size, out, 1):
-        sample = int(samples[i])
-        crop(images[sample], boxes[i], bool(flips[i]), size, out[i], index.name(sample))
+    for start in range(0, len(samples), ARRAYS_PER_TASK):
+        _native.advise(*index.files.sources(samples[start : start + ARRAYS_PER_TASK]))
 
 
 def spread(pool: Executor | None, work: Callable[[slice], None], n: int, per_task: int) -> None:

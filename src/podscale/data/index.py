@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from podscale import recipe
 from podscale.data import catalog, decode
+from podscale.data.cache import Cache, Kind
 from podscale.data.containers import MOST_CLASSES
 from podscale.data.files import Files, Progress, loose
 from podscale.errors import UserError
@@ -26,7 +27,8 @@ class Index:
     """The samples of one split.
 
     `labels` int32 [n]; `sizes` int32 [n, 2], width and height after EXIF orientation; either `images` uint8
-    [n, height, width, 3] or `files`; `noun` names a sample that is in no file.
+    [n, height, width, 3] or `files`; `noun` names a sample that is in no file. A picture that is larger in its file
+    than `sizes` says is shrunk before anything else happens to it. `cache` keeps what was read or decoded before.
     """
 
     labels: NDArray[np.int32]
@@ -34,6 +36,7 @@ class Index:
     images: NDArray[np.uint8] | None = None
     files: Files | None = None
     noun: str = "picture"
+    cache: Cache | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -43,33 +46,81 @@ class Index:
         return f"{self.noun} {sample}" if self.files is None else self.files.name(sample)
 
     def pixels(self, sample: int) -> NDArray[np.uint8]:
-        """The whole picture, upright, uint8 [height, width, 3]."""
+        """The whole picture, upright and shrunk, uint8 [height, width, 3]."""
         if self.images is not None:
             return self.images[sample]
-        return decode.decode(self.read(sample), self.name(sample))
+        width, height = self.sizes[sample]
+        if self.cache is not None and self.cache.kind == "decoded":
+            self._fill(np.array([sample]))
+            return self.cache.at(sample).reshape(height, width, 3)
+        return decode.shrink(decode.decode(self.read(sample), self.name(sample)), width, height)
 
     def read(self, sample: int) -> bytes:
         """The encoded picture, of an index of files."""
         return self._files().read(sample)
 
+    def arrays(self, samples: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
+        """Memory that holds the decoded pictures, and where in it each begins; None where they are not kept decoded."""
+        if self.images is not None:
+            return self.images.reshape(-1), samples.astype(np.int64) * self.images[0].size
+        if self.cache is not None and self.cache.kind == "decoded":
+            self._fill(samples)
+            return self.cache.memory, self.cache.places[samples]
+        return None
+
     def sources(
-        self, samples: Sequence[int] | NDArray[np.integer]
-    ) -> tuple[list[str | int], NDArray[np.int64], NDArray[np.int64]]:
+        self, samples: NDArray[np.integer]
+    ) -> tuple[list[str | int] | list[NDArray[np.uint8]], NDArray[np.int64], NDArray[np.int64]]:
         """Where the encoded pictures are, for whoever reads them itself: (sources, offsets, lengths).
 
-        A source is a file's path or the descriptor of an open container, to be read by `pread` alone. Descriptors stay
-        open as long as the index lives.
+        A source is a file's path, the descriptor of an open container, to be read by `pread` alone, or memory.
+        Descriptors stay open as long as the index lives.
         """
+        if self.cache is not None and self.cache.kind == "encoded":
+            self._fill(samples)
+            return [self.cache.memory] * len(samples), self.cache.places[samples], self.cache.lengths[samples]
         return self._files().sources(np.asarray(samples, np.int64))
 
-    def bytes_of(self, samples: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    def shrinks(self, samples: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Which of the pictures are larger in their files than they shall be."""
+        if self.files is None:
+            return np.zeros(len(samples), bool)
+        return np.any(self.sizes[samples] != self.files.table.sizes[samples], axis=1)
+
+    def shrunk(self, longest: int) -> "Index":
+        """The same pictures, the longer side of each no longer than so many pixels."""
+        sizes = decode.shrunk_sizes(self.sizes, longest)
+        if self.images is None or not len(self) or np.array_equal(sizes, self.sizes):
+            return replace(self, sizes=sizes)
+        return replace(self, sizes=sizes, images=np.stack([decode.shrink(image, *sizes[0]) for image in self.images]))
+
+    def cached(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
+        """The same pictures; those of `samples` will be kept in memory."""
+        lengths = decoded_bytes(self) if kind == "decoded" else self.bytes
+        return replace(self, cache=Cache.of(kind, lengths, samples))
+
+    def _fill(self, samples: NDArray[np.integer]) -> None:
+        """Puts what is missing of them into the cache."""
+        assert self.cache is not None
+        bare = replace(self, cache=None)
+        get = bare.pixels if self.cache.kind == "decoded" else bare.read
+        for sample in self.cache.missing(samples).tolist():
+            self.cache.put(sample, get(sample))
+
+    @property
+    def bytes(self) -> NDArray[np.int64]:
         """How many bytes each encoded picture has."""
-        return self._files().table.lengths[np.asarray(samples, np.int64)]
+        return self._files().table.lengths
 
     def _files(self) -> Files:
         if self.files is None:
             raise ValueError("the pictures of this index are arrays, not files")
         return self.files
+
+
+def decoded_bytes(index: Index) -> NDArray[np.int64]:
+    """How many bytes each decoded picture has."""
+    return 3 * index.sizes.astype(np.int64).prod(axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +150,8 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
         splits = _open_files(data.source, data.path, progress)
     else:
         splits = {"digits": _open_digits, "npz": _open_npz}[data.source](data.path)
+    if data.shrink:
+        splits = replace(splits, train=splits.train.shrunk(data.shrink), val=splits.val.shrunk(data.shrink))
     found = {"classes": len(splits.classes), "train_samples": len(splits.train), "val_samples": len(splits.val)}
     for field, number in found.items():
         if getattr(data, field) not in (0, number):

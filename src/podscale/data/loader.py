@@ -1,8 +1,9 @@
 """Loader: from positions of the global batch to arrays on the devices, ahead of time and in parallel.
 
-A background thread works through a list of jobs, a few batches ahead of the consumer; a pool of threads decodes. Each
-process makes only the blocks of its own devices. Which sample a block holds follows from the positions that its devices
-own (see `order`), so any split over hosts and devices yields the same global batch.
+A background thread works through a list of jobs, a few batches ahead of the consumer; a pool of threads decodes. The
+kernel is told of the files of the batch after, so that it reads them meanwhile. Each process makes only the blocks of
+its own devices, from its own lanes, which it may keep in memory. Which sample a block holds follows from the positions
+that its devices own (see `order`), so any split over hosts and devices yields the same global batch.
 """
 
 import atexit
@@ -11,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from podscale.data import decode, randaugment
 from podscale.data.index import Index
 from podscale.data.order import Order, crop_boxes, eval_boxes
+from podscale.data.staging import Staging
 from podscale.plan import Plan
 from podscale.recipe import Recipe
 
@@ -56,8 +58,7 @@ def train_batches(
     recipe = plan.recipe
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     shards = _Shards(sharding, plan.batch_shape, axis=2)
-    positions = np.stack([plan.positions(start // plan.micro_images) for start in shards.starts])
-    return Batches(ranges, _TrainJob(index, recipe, order, shards, positions), threads, depth)
+    return Batches(ranges, _TrainJob(index, recipe, order, shards, _positions(plan, shards)), threads, depth)
 
 
 def eval_batches(
@@ -74,12 +75,27 @@ def eval_batches(
     `sharding` cuts axis 0 alone. Example e*E + d*images_per_device + i is image i of device d in batch e; the last
     batch is padded with zeros whose label is -1.
     """
-    devices = _cuts(sharding, axis=0)
-    total = devices * images_per_device
-    shards = _Shards(sharding, (total,), axis=0)
+    shards = _eval_shards(sharding, images_per_device)
     offsets = np.array(shards.starts)[:, None] + np.arange(images_per_device)  # [blocks, images]
-    jobs = range(0, len(index), total)
+    jobs = range(0, len(index), shards.shape[0])
     return Batches(jobs, _EvalJob(index, recipe, shards, offsets), threads, depth)
+
+
+def train_samples(plan: Plan, sharding: NamedSharding) -> NDArray[np.int64]:
+    """All samples that this process will ever train on: those of the lanes that its positions read."""
+    lanes = plan.recipe.data.lanes
+    positions = _positions(plan, _Shards(sharding, plan.batch_shape, axis=2))
+    own = np.unique(positions // (plan.recipe.batch.size // lanes))
+    samples = np.arange(plan.counts.train)
+    return samples[np.isin(samples % lanes, own)]
+
+
+def eval_samples(count: int, sharding: NamedSharding, images_per_device: int) -> NDArray[np.int64]:
+    """All of `count` examples that this process evaluates."""
+    shards = _eval_shards(sharding, images_per_device)
+    offsets = np.array(shards.starts)[:, None] + np.arange(images_per_device)
+    samples = np.arange(count)
+    return samples[np.isin(samples % shards.shape[0], offsets)]
 
 
 def eval_pictures(
@@ -103,6 +119,15 @@ def _cuts(sharding: NamedSharding, axis: int) -> int:
     return int(np.prod([sharding.mesh.shape[name] for name in names], dtype=int))
 
 
+def _positions(plan: Plan, shards: "_Shards") -> NDArray[np.int64]:
+    """Positions of the global batch that this process fills: [blocks, micro-batches, images]."""
+    return np.stack([plan.positions(start // plan.micro_images) for start in shards.starts])
+
+
+def _eval_shards(sharding: NamedSharding, images_per_device: int) -> "_Shards":
+    return _Shards(sharding, (_cuts(sharding, axis=0) * images_per_device,), axis=0)
+
+
 class _Shards:
     """The blocks of a global array, cut along one axis, that this process has devices for."""
 
@@ -115,12 +140,16 @@ class _Shards:
         first = {device: place[axis].start or 0 for device, place in places.items() if place is not None}
         self.starts = sorted(set(first.values()))
         self.devices = [(device, self.starts.index(start)) for device, start in first.items()]
+        self.block = (*shape[:axis], self.extent, *shape[axis + 1 :])
 
-    def assemble(self, blocks: NDArray[Any]) -> jax.Array:
-        """The global array made of blocks[k] at starts[k]. The blocks are given away: they must not change again."""
+    def assemble(self, blocks: NDArray[Any], staging: Staging | None = None) -> jax.Array:
+        """The global array made of blocks[k] at starts[k]. The blocks are given away, or go back to their staging."""
         shape = self.shape + blocks.shape[1 + len(self.shape) :]
         pieces = [jax.device_put(blocks[k], device) for device, k in self.devices]
-        return jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
+        array = jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
+        if staging is not None:
+            staging.sent(blocks, array)
+        return array
 
 
 @dataclass(frozen=True)
@@ -131,19 +160,28 @@ class _TrainJob:
     shards: _Shards
     positions: NDArray[np.int64]  # [blocks, micro-batches, images]
 
-    def __call__(self, steps: range, pool: Executor) -> Batch:
-        at = np.array(steps)[:, None, None]
-        samples, passes = self.order.at(at, self.positions[:, None])  # [blocks, steps, micro-batches, images]
-        size = self.recipe.data.image_size
-        images = np.empty((*samples.shape, size, size, 3), np.uint8)
-        self._fill(samples.ravel(), passes.ravel(), images.reshape(-1, size, size, 3), pool)
-        labels = self.index.labels[samples]
-        missing = self.shards.shape[0] - len(steps)
-        return Batch(
-            self.shards.assemble(_with_zeros(images, missing)),
-            self.shards.assemble(_with_zeros(labels, missing)),
-            len(steps),
-        )
+    @property
+    def device(self) -> Any:
+        return self.shards.devices[0][0]
+
+    def samples(self, steps: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Samples and lane passes [blocks, steps, micro-batches, images]."""
+        return self.order.at(np.array(steps)[:, None, None], self.positions[:, None])
+
+    def ahead(self, steps: range) -> NDArray[np.int64]:
+        return self.samples(steps)[0].ravel()
+
+    def make(self, steps: range, pool: Executor, staging: Staging) -> Batch:
+        samples, passes = self.samples(steps)
+        size, blocks, done = self.recipe.data.image_size, len(samples), len(steps)
+        images = staging.take((blocks, *self.shards.block, size, size, 3))
+        labels = np.zeros((blocks, *self.shards.block), np.int32)
+        images[:, done:], labels[:, :done] = 0, self.index.labels[samples]
+        # All blocks at once where their memory is one piece, which it is unless steps are missing.
+        for part in [slice(None)] if done == images.shape[1] else [slice(k, k + 1) for k in range(blocks)]:
+            out = images[part, :done].reshape(-1, size, size, 3)
+            self._fill(samples[part].ravel(), passes[part].ravel(), out, pool)
+        return Batch(self.shards.assemble(images, staging), self.shards.assemble(labels), done)
 
     def _fill(self, samples: NDArray[np.int64], passes: NDArray[np.int64], out: NDArray, pool: Executor) -> None:
         data, augment, seed = self.recipe.data, self.recipe.augment, self.recipe.train.seed
@@ -153,13 +191,6 @@ class _TrainJob:
         randaugment.apply_batch(out, augment.randaugment, augment.magnitude, seed, passes, samples, pool)
 
 
-def _with_zeros(blocks: NDArray, missing: int) -> NDArray:
-    """`blocks` with so many steps of zeros after the last, on axis 1."""
-    if not missing:
-        return blocks
-    return np.concatenate([blocks, np.zeros((len(blocks), missing, *blocks.shape[2:]), blocks.dtype)], axis=1)
-
-
 @dataclass(frozen=True)
 class _EvalJob:
     index: Index
@@ -167,21 +198,26 @@ class _EvalJob:
     shards: _Shards
     offsets: NDArray[np.int64]  # [blocks, images]
 
-    def __call__(self, first: int, pool: Executor) -> Batch:
-        data = self.recipe.data
+    @property
+    def device(self) -> Any:
+        return self.shards.devices[0][0]
+
+    def ahead(self, first: int) -> NDArray[np.int64]:
+        """The real examples; blocks are in ascending order, so they come before any that are missing."""
         examples = first + self.offsets.ravel()
-        real = np.flatnonzero(examples < len(self.index))
-        samples = examples[real]
-        labels = np.full(examples.shape, -1, np.int32)
-        labels[real] = self.index.labels[samples]
-        images = np.zeros((len(examples), data.image_size, data.image_size, 3), np.uint8)
-        # Blocks are in ascending order, so the real examples come first.
+        return examples[examples < len(self.index)]
+
+    def make(self, first: int, pool: Executor, staging: Staging) -> Batch:
+        data, samples = self.recipe.data, self.ahead(first)
+        images = staging.take((*self.offsets.shape, data.image_size, data.image_size, 3))
+        labels = np.full(self.offsets.shape, -1, np.int32)
+        flat = images.reshape(-1, *images.shape[2:])
+        flat[len(samples) :], labels.reshape(-1)[: len(samples)] = 0, self.index.labels[samples]
         boxes = eval_boxes(data.eval_fraction, self.index.sizes[samples])
         flips = np.zeros(len(samples), bool)
-        decode.crop_batch(self.index, samples, boxes, flips, data.image_size, images[: len(samples)], pool)
-        blocks = images.reshape(*self.offsets.shape, *images.shape[1:])
+        decode.crop_batch(self.index, samples, boxes, flips, data.image_size, flat[: len(samples)], pool)
         count = min(self.shards.shape[0], len(self.index) - first)
-        return Batch(self.shards.assemble(blocks), self.shards.assemble(labels.reshape(self.offsets.shape)), count)
+        return Batch(self.shards.assemble(images, staging), self.shards.assemble(labels), count)
 
 
 class Maker(Protocol):
@@ -251,17 +287,21 @@ class _Feed:
             return error
 
 
-def _produce(feed: _Feed, jobs: Sequence[Any], make: Callable[[Any, Executor], Batch]) -> None:
+def _produce(feed: _Feed, jobs: Sequence[Any], maker: Maker) -> None:
+    staging = Staging(maker.device)
     try:
-        for job in jobs:
+        for i, job in enumerate(jobs):
             if not feed.await_room():
                 break
-            feed.put(make(job, feed.pool))
+            for later in jobs[i + 1 : i + 2]:
+                feed.pool.submit(decode.advise, maker.index, maker.ahead(later))
+            feed.put(maker.make(job, feed.pool, staging))
         feed.end()
     except BaseException as error:  # whatever it is, it belongs to the consumer
         feed.end(error)
     finally:
         feed.pool.shutdown()
+        staging.close()
 
 
 _running: "weakref.WeakSet[Batches]" = weakref.WeakSet()
@@ -280,13 +320,11 @@ class Batches:
     `close`, the end of a `with` block, exhaustion and garbage collection each end its threads.
     """
 
-    def __init__(
-        self, jobs: Sequence[Any], make: Callable[[Any, Executor], Batch], threads: int | None, depth: int
-    ) -> None:
+    def __init__(self, jobs: Sequence[Any], maker: Maker, threads: int | None, depth: int) -> None:
         self.wait_s = 0.0  # seconds the consumer has waited, in all
         self._feed = _Feed(depth, ThreadPoolExecutor(threads or _cpus(), "podscale-decode"))
         self._thread = threading.Thread(
-            target=_produce, args=(self._feed, jobs, make), name="podscale-loader", daemon=True
+            target=_produce, args=(self._feed, jobs, maker), name="podscale-loader", daemon=True
         )
         self._finalizer = weakref.finalize(self, self._feed.abandon)
         self._finalizer.atexit = False
