@@ -329,6 +329,58 @@ def record_refusal(tmp_path, content):
     return str(error.value)
 
 
+def protobuf_example():
+    """The message class of tf.train.Example, from a description of it: there is no TensorFlow here."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tensorflow", syntax="proto3")
+    kinds = descriptor_pb2.FieldDescriptorProto
+
+    def message(name, *fields, within=file.message_type):
+        made = within.add(name=name)
+        for number, (field, kind, label, *type_name) in enumerate(fields, 1):
+            options = {"type_name": type_name[0]} if type_name else {}
+            made.field.add(name=field, number=number, type=kind, label=label, **options)
+        return made
+
+    one, many, inner = kinds.LABEL_OPTIONAL, kinds.LABEL_REPEATED, kinds.TYPE_MESSAGE
+    message("BytesList", ("value", kinds.TYPE_BYTES, many))
+    message("FloatList", ("value", kinds.TYPE_FLOAT, many))
+    message("Int64List", ("value", kinds.TYPE_INT64, many))
+    lists = (("bytes", "Bytes"), ("float", "Float"), ("int64", "Int64"))
+    message("Feature", *((f"{low}_list", inner, one, f".tensorflow.{high}List") for low, high in lists))
+    features = message("Features", ("feature", inner, many, ".tensorflow.Features.FeatureEntry"))
+    entry = (("key", kinds.TYPE_STRING, one), ("value", inner, one, ".tensorflow.Feature"))
+    message("FeatureEntry", *entry, within=features.nested_type).options.map_entry = True
+    message("Example", ("features", inner, one, ".tensorflow.Features"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
+
+
+def test_reads_what_protobuf_and_tensorboard_write(tmp_path):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    path = tmp_path / "train-00000-of-00001"
+    pictures = [writers.picture(i) for i in range(5)]
+    with path.open("wb") as file:
+        for i, data in enumerate(pictures):
+            example = protobuf_example()()
+            feature = example.features.feature
+            feature["image/encoded"].bytes_list.value.append(data)
+            feature["image/class/label"].int64_list.value.append(300 + i)
+            feature["image/class/text"].bytes_list.value.append(f"größe {i}".encode())
+            feature["image/object/bbox/xmin"].float_list.value.extend([0.25, 0.5])
+            feature["image/height"].int64_list.value.append(-1)
+            RecordWriter(file).write(example.SerializeToString())
+    part = tfrecord.scan(str(path))
+    content = path.read_bytes()
+    ranges = zip(part.offsets.tolist(), part.lengths.tolist(), strict=True)
+    assert [content[offset : offset + length] for offset, length in ranges] == pictures
+    assert part.labels.tolist() == [300, 301, 302, 303, 304]
+    assert part.texts == {300 + i: f"größe {i}" for i in range(5)}
+
+
 WHOLE = {"image/encoded": b"x" * 50, "image/class/label": 4}
 
 
