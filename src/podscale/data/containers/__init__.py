@@ -154,7 +154,7 @@ def find_shards(root: Path, is_shard: Callable[[str], bool], layout: str) -> Fou
 def _stamped(root: Path, places: dict[str, tuple[str, ...]], where: dict[str, str]) -> Found:
     """With the state of every shard, and of the list of classes, which is small enough to be taken as it is."""
     classes = _listed_classes(root / CLASSES_FILE)
-    states = {name: _state(root / name) for split in SPLITS for name in places[split]}
+    states = {name: state(root / name) for split in SPLITS for name in places[split]}
     sizes = {name: size for name, (size, _) in states.items()}
     return Found(
         root,
@@ -167,7 +167,8 @@ def _stamped(root: Path, places: dict[str, tuple[str, ...]], where: dict[str, st
     )
 
 
-def _state(path: Path) -> tuple[int, int]:
+def state(path: Path) -> tuple[int, int]:
+    """Bytes and modification time, in nanoseconds."""
     try:
         found = path.stat()
     except OSError as error:
@@ -175,9 +176,9 @@ def _state(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def digest(state: object) -> str:
-    """64 hex digits that change with any part of a state."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+def digest(states: object) -> str:
+    """64 hex digits that change with any part of what is given."""
+    return hashlib.sha256(json.dumps(states, sort_keys=True).encode()).hexdigest()
 
 
 def _listed_classes(path: Path) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from podscale.data.containers import Format, Found, Part, digest, visible
+from podscale.data.containers import Format, Found, Part, digest, state, visible
 from podscale.data.table import SPLITS, Strings
 from podscale.errors import UserError
 
@@ -29,7 +29,7 @@ def find(root: Path) -> Found:
         if not folders:
             raise UserError(f"{root / split} has no class folders; pictures belong in {root / split}/CLASS/FILE")
         places[split] = tuple(f"{split}/{name}" for name in folders)
-        changed |= {name: (root / name).stat().st_mtime_ns for name in (split, *places[split])}
+        changed |= {name: state(root / name)[1] for name in (split, *places[split])}
     fingerprint = digest([places, changed])
     where = {split: str(root / split) for split in SPLITS}
     return Found(root, places, where, fingerprint, fingerprint, max(changed.values()))
