@@ -227,9 +227,12 @@ static void skim(Decoder *decoder) {
 static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop,
                    void (*work)(Decoder *)) {
     if (setjmp(decoder->guard.escape)) {
-        jpeg_abort_decompress(&decoder->jpeg);
+        jpeg_abort_decompress(&decoder->jpeg); /* gives the picture's memory back */
         return -1;
     }
+    /* Anew for every picture: libjpeg would keep the tables of the one before for a picture that lacks its own. */
+    jpeg_destroy_decompress(&decoder->jpeg);
+    create_guarded(&decoder->guard, &decoder->jpeg);
     if (tiles)
         open_window(decoder, tiles, crop);
     else
@@ -268,24 +271,17 @@ void skim_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t len
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
-static int create(Decoder *decoder) {
-    char reason[REASON_BYTES];
-    decoder->guard.reason = reason;
-    if (setjmp(decoder->guard.escape))
-        return -1;
-    create_guarded(&decoder->guard, &decoder->jpeg);
-    return 0;
+Decoder *new_decoder(void) {
+    return calloc(1, sizeof(Decoder));
 }
 
-Decoder *new_decoder(int64_t max_pixels) {
-    Decoder *decoder = calloc(1, sizeof *decoder);
-    if (!decoder)
-        return NULL;
+void limit_decoder(Decoder *decoder, int64_t max_pixels) {
     decoder->max_pixels = max_pixels;
-    if (create(decoder) == 0)
-        return decoder;
-    free_decoder(decoder);
-    return NULL;
+}
+
+/* libjpeg gives its own memory back after every picture. */
+size_t decoder_bytes(const Decoder *decoder) {
+    return decoder->room + decoder->window_room;
 }
 
 void free_decoder(Decoder *decoder) {

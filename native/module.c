@@ -66,9 +66,9 @@ static int hold(PyObject *object, Hold *held, Source *source) {
         source->path = PyBytes_AsString(held->path);
         return source->path ? 0 : -1;
     }
-    if (PyLong_Check(object)) {
+    if (PyIndex_Check(object) && !PySequence_Check(object)) { /* NumPy's numbers too, which have bytes as well */
         source->kind = IN_OPEN_FILE;
-        long number = PyLong_AsLong(object);
+        Py_ssize_t number = PyNumber_AsSsize_t(object, PyExc_OverflowError);
         source->descriptor = number >= 0 && number <= INT_MAX ? (int)number : -1;
         return PyErr_Occurred() ? -1 : 0;
     }

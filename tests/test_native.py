@@ -253,7 +253,9 @@ def test_ranges_of_paths_open_files_and_memory_give_the_same_pixels(container):
     for i, data in enumerate(contents):
         decode.crop(data, boxes[i], flips[i], 16, expected[i])
     with open(path, "rb") as file:
-        for source in (str(path), file.fileno(), path.read_bytes(), memoryview(path.read_bytes())):
+        data = path.read_bytes()
+        number = file.fileno()
+        for source in (str(path), number, np.int64(number), data, memoryview(data), np.frombuffer(data, np.uint8)):
             found[:] = 0
             assert natively([source] * 3, boxes, flips, 16, found, offsets, lengths, threads=2) == []
             assert np.array_equal(found, expected)
@@ -572,6 +574,16 @@ def test_a_refusal_is_the_plain_twins_sentence():
 def test_a_file_cut_off_below_the_crop_is_refused():
     data = jpeg(np.random.default_rng(3), 200, 200, quality=90)
     assert "truncated" in refused(data[: len(data) * 9 // 10], (0, 0, 20, 20))
+
+
+def test_a_picture_does_not_borrow_the_tables_of_the_one_before():
+    whole = jpeg(np.random.default_rng(15), 64, 64)
+    start = whole.index(b"\xff\xdb")
+    (size,) = struct.unpack_from(">H", whole, start + 2)
+    lacking = whole[:start] + whole[start + 2 + size :]
+    out = np.zeros((4, 8, 8, 3), np.uint8)
+    left = natively([whole, lacking, whole, lacking], [(0, 0, 64, 64)] * 4, [False] * 4, 8, out)
+    assert [i for i, _ in left] == [1, 3]
 
 
 def test_damage_is_judged_as_by_the_plain_twin(monkeypatch):
