@@ -571,6 +571,24 @@ def test_a_refusal_is_the_plain_twins_sentence():
     assert reason(huge) == "too many pixels"
 
 
+def test_a_file_of_very_many_scans_is_left_and_not_tiled():
+    gray = jpeg(np.random.default_rng(16), 64, 64, gray=True)
+    frame, scan = gray.index(b"\xff\xc0"), gray.index(b"\xff\xda")
+    colour = b"\xff\xc0\0\x11" + gray[frame + 4 : frame + 9] + b"\3\1\x11\0\2\x11\0\3\x11\0"
+    head, coded = gray[:frame] + colour + gray[frame + 13 : scan], gray[scan + 10 : -2]
+
+    def scans(channels):  # each by itself, of the same gray
+        return b"".join(b"\xff\xda\0\x08\1%c\0\0\x3f\0" % channel + coded for channel in channels)
+
+    apart = head + scans([1, 2, 3]) + gray[-2:]
+    assert reason(apart) is None
+    assert np.array_equal(decode.decode(native.tile(apart, 2**28)), decode.decode(apart))
+    many = head + scans([1, 2, 3] * 40) + gray[-2:]
+    assert reason(many) == "too many scans"
+    with pytest.raises(ValueError, match="too many scans"):
+        native.tile(many, 2**28)
+
+
 def test_a_file_cut_off_below_the_crop_is_refused():
     data = jpeg(np.random.default_rng(3), 200, 200, quality=90)
     assert "truncated" in refused(data[: len(data) * 9 // 10], (0, 0, 20, 20))

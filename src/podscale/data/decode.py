@@ -176,6 +176,7 @@ def _crop_files(
     assert _native is not None
     sources, offsets, lengths = index.sources(samples)
     edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
+    offsets, lengths = np.ascontiguousarray(offsets, np.int64), np.ascontiguousarray(lengths, np.int64)
     for i, _ in _native.crop(sources, offsets, lengths, edges, mirrored, size, out, 1, MAX_PIXELS):
         sample = int(samples[i])
         crop(index.read(sample), boxes[i], bool(flips[i]), size, out[i], index.name(sample))
