@@ -3,9 +3,38 @@
 #include <pthread.h>
 #include <string.h>
 
+enum {
+    IDLE = 64,            /* workers kept between batches */
+    KEPT_BYTES = 1 << 25, /* no worker that a huge picture made larger is kept */
+};
+
+/* Batches are small; memory that came and went with each would keep all threads waiting for the kernel. Slots are taken
+ * and filled by exchange, without a lock that a fork could leave locked. */
+static _Atomic(Worker *) idle[IDLE];
+
+static Worker *take_worker(int64_t max_pixels) {
+    for (int i = 0; i < IDLE; i++) {
+        Worker *worker = atomic_exchange(&idle[i], NULL);
+        if (worker) {
+            limit_pixels(worker, max_pixels);
+            return worker;
+        }
+    }
+    return new_worker(max_pixels);
+}
+
+static void put_back(Worker *worker) {
+    for (int i = 0; i < IDLE && worker_bytes(worker) <= KEPT_BYTES; i++) {
+        Worker *none = NULL;
+        if (atomic_compare_exchange_strong(&idle[i], &none, worker))
+            return;
+    }
+    free_worker(worker);
+}
+
 static void *work(void *argument) {
     Batch *batch = argument;
-    Worker *worker = new_worker(batch->max_pixels);
+    Worker *worker = take_worker(batch->max_pixels);
     size_t i;
     while ((i = atomic_fetch_add(&batch->next, 1)) < batch->count) {
         Job *job = &batch->jobs[i];
@@ -17,7 +46,7 @@ static void *work(void *argument) {
             crop_picture(worker, &job->source, &job->crop, job->reason);
     }
     if (worker)
-        free_worker(worker);
+        put_back(worker);
     return NULL;
 }
 

@@ -48,6 +48,11 @@ void add_rows(Canvas *canvas, const Lines *lines) {
         canvas->seconds += now() - began;
 }
 
+size_t canvas_bytes(const Canvas *canvas) {
+    return canvas->room + canvas->across.room_scratch + canvas->across.room_weights + canvas->down.room_scratch +
+           canvas->down.room_weights;
+}
+
 void free_canvas(Canvas *canvas) {
     free_pass(&canvas->across);
     free_pass(&canvas->down);

@@ -29,6 +29,7 @@ const char *begin_canvas(Canvas *canvas, const Crop *crop, int width, int height
 /* The next rows, from row down.from on. */
 void add_rows(Canvas *canvas, const Lines *lines);
 
+size_t canvas_bytes(const Canvas *canvas); /* allocated */
 void free_canvas(Canvas *canvas);
 double now(void); /* seconds, for differences */
 

@@ -124,13 +124,22 @@ int crop_pixels(Worker *worker, const Source *source, int width, int height, con
 
 Worker *new_worker(int64_t max_pixels) {
     Worker *worker = calloc(1, sizeof *worker);
-    if (worker && !(worker->decoder = new_decoder(max_pixels))) {
+    if (worker && !(worker->decoder = new_decoder())) {
         free(worker);
         return NULL;
     }
     if (worker)
-        worker->max_pixels = max_pixels;
+        limit_pixels(worker, max_pixels);
     return worker;
+}
+
+void limit_pixels(Worker *worker, int64_t max_pixels) {
+    worker->max_pixels = max_pixels;
+    limit_decoder(worker->decoder, max_pixels);
+}
+
+size_t worker_bytes(const Worker *worker) {
+    return worker->room + worker->spare.room + canvas_bytes(&worker->canvas) + decoder_bytes(worker->decoder);
 }
 
 void free_worker(Worker *worker) {

@@ -14,6 +14,8 @@ typedef struct Worker Worker; /* one for each thread; what it has allocated is u
 
 Worker *new_worker(int64_t max_pixels); /* NULL where memory ran out */
 void free_worker(Worker *worker);
+void limit_pixels(Worker *worker, int64_t max_pixels);
+size_t worker_bytes(const Worker *worker); /* what it has allocated, about */
 
 /* Each returns 0, or -1 and why not, in at most REASON_BYTES with the final zero; crop->out then holds anything.
  * The source holds an encoded picture, or packed RGB pixels, in memory. */

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "crop.h"
+#include "jpeg.h"
 #include "transcode.h"
 
 enum { MOST_BYTES = 1 << 20, MOST_PIXELS = 1 << 19, MOST_SIZE = 64, MOST_FILES = 256 };
@@ -105,6 +106,20 @@ static void tile_one(const uint8_t *data, size_t length) {
     free(output.bytes);
 }
 
+static void decode_one(const uint8_t *data, size_t length) {
+    char reason[REASON_BYTES];
+    Whole whole;
+    Decoder *decoder = new_decoder();
+    if (!decoder)
+        exit(2);
+    limit_decoder(decoder, MOST_PIXELS);
+    int status = decode_jpeg(decoder, data, length, &whole, reason);
+    count(status, status ? NULL : whole.pixels, status ? 0 : 3 * (size_t)whole.width * (size_t)whole.height);
+    if (status == 0)
+        free(whole.pixels);
+    free_decoder(decoder);
+}
+
 /* Any bytes are pixels. */
 static void crop_bytes(Worker *worker, const uint8_t *data, size_t length) {
     char reason[REASON_BYTES];
@@ -125,6 +140,8 @@ static void one_round(Worker *worker, const uint8_t *whole, size_t length, int f
     crop_one(worker, copy, length, file);
     if (draw(4) == 0)
         tile_one(copy, length);
+    if (draw(4) == 0)
+        decode_one(copy, length);
     if (draw(4) == 0)
         crop_bytes(worker, copy, length);
     free(copy);

@@ -2,6 +2,8 @@
 
 #include "crop.h"
 
+enum { MOST_SCANS = 100 }; /* encoders make ten or so */
+
 _Noreturn void leave(Guard *guard, const char *reason) {
     snprintf(guard->reason, REASON_BYTES, "%s", reason);
     longjmp(guard->escape, 1);
@@ -43,6 +45,12 @@ static void skip_bytes(j_decompress_ptr jpeg, long count) {
     source->bytes_in_buffer -= step;
 }
 
+/* A small file can ask for any number of passes over a large picture. */
+static void on_progress(j_common_ptr jpeg) {
+    if (((j_decompress_ptr)jpeg)->input_scan_number > MOST_SCANS)
+        leave(jpeg->client_data, "too many scans");
+}
+
 void create_guarded(Guard *guard, struct jpeg_decompress_struct *jpeg) {
     jpeg->err = jpeg_std_error(&guard->errors);
     jpeg->client_data = guard;
@@ -57,6 +65,8 @@ void create_guarded(Guard *guard, struct jpeg_decompress_struct *jpeg) {
     };
     jpeg_create_decompress(jpeg);
     jpeg->src = &guard->source;
+    guard->progress.progress_monitor = on_progress;
+    jpeg->progress = &guard->progress;
 }
 
 void give_bytes(Guard *guard, const uint8_t *data, size_t length) {

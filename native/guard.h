@@ -16,6 +16,7 @@
 typedef struct {
     struct jpeg_error_mgr errors;
     struct jpeg_source_mgr source;
+    struct jpeg_progress_mgr progress;
     jmp_buf escape; /* set by whoever calls libjpeg */
     char *reason;   /* REASON_BYTES */
 } Guard;

@@ -223,13 +223,20 @@ static void skim(Decoder *decoder) {
     skip_rows(decoder, decoder->canvas->down.to - 1);
 }
 
+/* For every picture: libjpeg would keep the tables of the one before for a picture that lacks its own. */
+static void begin_anew(Decoder *decoder) {
+    jpeg_destroy_decompress(&decoder->jpeg);
+    create_guarded(&decoder->guard, &decoder->jpeg);
+}
+
 /* By way of the tiles, where there are any. */
 static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop,
                    void (*work)(Decoder *)) {
     if (setjmp(decoder->guard.escape)) {
-        jpeg_abort_decompress(&decoder->jpeg);
+        jpeg_abort_decompress(&decoder->jpeg); /* gives the picture's memory back */
         return -1;
     }
+    begin_anew(decoder);
     if (tiles)
         open_window(decoder, tiles, crop);
     else
@@ -285,6 +292,7 @@ int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, Whole *who
         free(whole->pixels);
         return -1;
     }
+    begin_anew(decoder);
     read_header(decoder, data, length);
     start(decoder, JCS_EXT_RGB);
     whole->width = (int)decoder->jpeg.output_width;
@@ -299,24 +307,17 @@ int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, Whole *who
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
-static int create(Decoder *decoder) {
-    char reason[REASON_BYTES];
-    decoder->guard.reason = reason;
-    if (setjmp(decoder->guard.escape))
-        return -1;
-    create_guarded(&decoder->guard, &decoder->jpeg);
-    return 0;
+Decoder *new_decoder(void) {
+    return calloc(1, sizeof(Decoder));
 }
 
-Decoder *new_decoder(int64_t max_pixels) {
-    Decoder *decoder = calloc(1, sizeof *decoder);
-    if (!decoder)
-        return NULL;
+void limit_decoder(Decoder *decoder, int64_t max_pixels) {
     decoder->max_pixels = max_pixels;
-    if (create(decoder) == 0)
-        return decoder;
-    free_decoder(decoder);
-    return NULL;
+}
+
+/* libjpeg gives its own memory back after every picture. */
+size_t decoder_bytes(const Decoder *decoder) {
+    return decoder->room + decoder->window_room;
 }
 
 void free_decoder(Decoder *decoder) {

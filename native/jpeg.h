@@ -10,7 +10,9 @@
 
 typedef struct Decoder Decoder;
 
-Decoder *new_decoder(int64_t max_pixels); /* NULL where memory ran out */
+Decoder *new_decoder(void); /* NULL where memory ran out; to be limited before use */
+void limit_decoder(Decoder *decoder, int64_t max_pixels);
+size_t decoder_bytes(const Decoder *decoder);
 void free_decoder(Decoder *decoder);
 
 /* As crop_picture. */

@@ -67,9 +67,9 @@ static int hold(PyObject *object, Hold *held, Source *source) {
         source->path = PyBytes_AsString(held->path);
         return source->path ? 0 : -1;
     }
-    if (PyLong_Check(object)) {
+    if (PyIndex_Check(object) && !PySequence_Check(object)) { /* NumPy's numbers too, which have bytes as well */
         source->kind = IN_OPEN_FILE;
-        long number = PyLong_AsLong(object);
+        Py_ssize_t number = PyNumber_AsSsize_t(object, PyExc_OverflowError);
         source->descriptor = number >= 0 && number <= INT_MAX ? (int)number : -1;
         return PyErr_Occurred() ? -1 : 0;
     }
@@ -267,8 +267,9 @@ static PyObject *decode(PyObject *module, PyObject *arguments) {
     char reason[REASON_BYTES] = "out of memory";
     int status = -1;
     Py_BEGIN_ALLOW_THREADS
-    Decoder *decoder = new_decoder(max_pixels);
+    Decoder *decoder = new_decoder();
     if (decoder) {
+        limit_decoder(decoder, max_pixels);
         status = decode_jpeg(decoder, data.buf, (size_t)data.len, &whole, reason);
         free_decoder(decoder);
     }

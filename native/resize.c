@@ -44,7 +44,8 @@ static void column_plain(const Pair *pairs, int n, const uint8_t *restrict rows,
 
 int has_vnni(void) {
 #ifdef HAVE_VNNI
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl");
 #else
     return 0;
 #endif

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 
 from podscale.data import randaugment
 from podscale.data.decode import crop, crop_batch, decode, read_header
+from podscale.data.index import files_index
 from podscale.errors import UserError
 
 DATA = Path(os.environ.get("PODSCALE_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -271,18 +272,17 @@ def test_the_copying_path_equals_the_plain_one(side):
         assert np.array_equal(out[i], cropped(images[samples[i]], boxes[i], side, flips[i]))
 
 
-def test_a_batch_of_files_names_the_one_that_cannot_be_read(photo):
-    files = [saved(Image.fromarray(photo), "PNG"), b"junk"]
-    ranges = (files, np.zeros(2, np.int64), np.full(2, -1, np.int64))
-    index = SimpleNamespace(
-        images=None, sources=lambda samples: ranges, read=files.__getitem__, name=lambda i: f"file {i}"
-    )
+def test_a_batch_of_files_names_the_one_that_cannot_be_read(photo, tmp_path):
+    paths = [tmp_path / "good.png", tmp_path / "bad.png"]
+    for path in paths:
+        path.write_bytes(saved(Image.fromarray(photo), "PNG"))
+    index = files_index(paths)
+    paths[1].write_bytes(b"junk".ljust(paths[1].stat().st_size))
     boxes, out = np.tile([0.0, 0, 8, 8], (2, 1)), np.zeros((2, 8, 8, 3), np.uint8)
-    with pytest.raises(UserError, match="cannot read file 1: "):
+    with pytest.raises(UserError, match=f"cannot read {paths[1]}: it is neither"):
         crop_batch(index, np.arange(2), boxes, np.zeros(2, bool), 8, out)
 
 
-@pytest.mark.skipif(not (DATA / "photos").is_dir(), reason="needs the test photos")
 def test_photos_decode_as_pillow_decodes_them():
     for path in sorted((DATA / "photos").rglob("*.JPEG"))[:12]:
         expected = np.asarray(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))

@@ -339,11 +339,11 @@ def test_only_this_process_devices_are_loaded(index, recipe, monkeypatch):
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", ours_only)
     seen = {}
 
-    def job(self, steps, pool):
-        seen["samples"], _ = self.order.at(np.array(steps)[:, None, None], self.positions[:, None])
+    def make(self, steps, pool, staging):
+        seen["samples"] = self.ahead(steps)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(_TrainJob, "__call__", job)
+    monkeypatch.setattr(_TrainJob, "make", make)
     plan = planned(recipe, len(index), layout(4, 1, 1), 1)
     with train_batches(index, plan, [range(1)], where) as batches, pytest.raises(RuntimeError, match="enough"):
         next(batches)

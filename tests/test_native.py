@@ -10,7 +10,6 @@ import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,14 +95,25 @@ def both(data, box, flip, size):
     return None if left else ours[0], plain[0]
 
 
+class InMemory(Index):
+    def __init__(self, contents):
+        super().__init__(np.zeros(len(contents), np.int32), np.zeros((len(contents), 2), np.int32))
+        object.__setattr__(self, "contents", contents)
+
+    def sources(self, samples):
+        n = len(samples)
+        return [self.contents[sample] for sample in samples], np.zeros(n, np.int64), np.full(n, -1, np.int64)
+
+    def pixels(self, sample):
+        return decode.decode(self.contents[sample], self.name(sample))
+
+    def name(self, sample):
+        return f"photo {sample}.jpg"
+
+
 def files(*contents):
     """An index of files that exist in memory alone."""
-
-    def sources(samples):
-        n = len(samples)
-        return [contents[sample] for sample in samples], np.zeros(n, np.int64), np.full(n, -1, np.int64)
-
-    return SimpleNamespace(images=None, sources=sources, read=lambda i: contents[i], name=lambda i: f"photo {i}.jpg")
+    return InMemory(contents)
 
 
 def cropped(data, box, size=16, flip=False):
@@ -253,7 +263,9 @@ def test_ranges_of_paths_open_files_and_memory_give_the_same_pixels(container):
     for i, data in enumerate(contents):
         decode.crop(data, boxes[i], flips[i], 16, expected[i])
     with open(path, "rb") as file:
-        for source in (str(path), file.fileno(), path.read_bytes(), memoryview(path.read_bytes())):
+        data = path.read_bytes()
+        number = file.fileno()
+        for source in (str(path), number, np.int64(number), data, memoryview(data), np.frombuffer(data, np.uint8)):
             found[:] = 0
             assert natively([source] * 3, boxes, flips, 16, found, offsets, lengths, threads=2) == []
             assert np.array_equal(found, expected)
@@ -339,7 +351,8 @@ def test_a_ppm_of_any_other_length_is_refused():
 
 def test_arrays_are_cropped_natively_with_the_plain_twins_pixels(monkeypatch):
     rng = np.random.default_rng(11)
-    index = SimpleNamespace(images=rng.integers(0, 256, (20, 30, 41, 3), dtype=np.uint8), name=str)
+    images = rng.integers(0, 256, (20, 30, 41, 3), dtype=np.uint8)
+    index = Index(np.zeros(20, np.int32), np.tile(np.array([41, 30], np.int32), (20, 1)), images=images)
     samples = rng.integers(0, 20, 50)
     boxes = np.array([any_box(rng, 41, 30) for _ in samples])
     boxes[7] = (-3, 2, 20, 40)  # reflected: left to the plain twin
@@ -569,9 +582,37 @@ def test_a_refusal_is_the_plain_twins_sentence():
     assert reason(huge) == "too many pixels"
 
 
+def test_a_file_of_very_many_scans_is_left_and_not_tiled():
+    gray = jpeg(np.random.default_rng(16), 64, 64, gray=True)
+    frame, scan = gray.index(b"\xff\xc0"), gray.index(b"\xff\xda")
+    colour = b"\xff\xc0\0\x11" + gray[frame + 4 : frame + 9] + b"\3\1\x11\0\2\x11\0\3\x11\0"
+    head, coded = gray[:frame] + colour + gray[frame + 13 : scan], gray[scan + 10 : -2]
+
+    def scans(channels):  # each by itself, of the same gray
+        return b"".join(b"\xff\xda\0\x08\1%c\0\0\x3f\0" % channel + coded for channel in channels)
+
+    apart = head + scans([1, 2, 3]) + gray[-2:]
+    assert reason(apart) is None
+    assert np.array_equal(decode.decode(native.tile(apart, 2**28)), decode.decode(apart))
+    many = head + scans([1, 2, 3] * 40) + gray[-2:]
+    assert reason(many) == "too many scans"
+    with pytest.raises(ValueError, match="too many scans"):
+        native.tile(many, 2**28)
+
+
 def test_a_file_cut_off_below_the_crop_is_refused():
     data = jpeg(np.random.default_rng(3), 200, 200, quality=90)
     assert "truncated" in refused(data[: len(data) * 9 // 10], (0, 0, 20, 20))
+
+
+def test_a_picture_does_not_borrow_the_tables_of_the_one_before():
+    whole = jpeg(np.random.default_rng(15), 64, 64)
+    start = whole.index(b"\xff\xdb")
+    (size,) = struct.unpack_from(">H", whole, start + 2)
+    lacking = whole[:start] + whole[start + 2 + size :]
+    out = np.zeros((4, 8, 8, 3), np.uint8)
+    left = natively([whole, lacking, whole, lacking], [(0, 0, 64, 64)] * 4, [False] * 4, 8, out)
+    assert [i for i, _ in left] == [1, 3]
 
 
 def test_damage_is_judged_as_by_the_plain_twin(monkeypatch):
@@ -622,7 +663,7 @@ def test_without_the_module_the_plain_twin_decodes(monkeypatch):
 
 
 def test_the_environment_chooses(monkeypatch):
-    monkeypatch.setattr(decode, "_crop_files", None)
+    monkeypatch.setattr(decode, "_crop_natively", None)
     monkeypatch.setenv("PODSCALE_DECODER", "plain")
     assert decode.decoder() == "plain (PODSCALE_DECODER asks for it)"
     cropped(jpeg(np.random.default_rng(7), 50, 40), (3, 4, 40, 35))
