@@ -22,7 +22,7 @@ size_t worker_bytes(const Worker *worker); /* what it has allocated, about */
 int crop_picture(Worker *worker, const Source *source, const Crop *crop, char *reason);
 int crop_pixels(Worker *worker, const Source *source, int width, int height, const Crop *crop, char *reason);
 
-/* As crop_picture, and adds the seconds that each stage took. Entropy decoding is timed by doing it once more, alone. */
+/* As crop_picture, and adds the seconds that each stage took. Entropy decoding is done twice, to be timed alone. */
 typedef struct {
     double read, entropy, transform, resize;
 } Stages;

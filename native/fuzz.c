@@ -44,8 +44,8 @@ static void repeat(uint8_t *data, size_t length, size_t to, size_t from) {
     memmove(data + to, data + from, draw(length - (to > from ? to : from)));
 }
 
-/* Flips bits, overwrites bytes, plants markers, asks for a huge picture, cuts off, repeats a piece: up to four of these,
- * half of them near the start, where headers and tables of tiles lie. */
+/* Flips bits, overwrites bytes, plants markers, asks for a huge picture, cuts off, repeats a piece: up to four of
+ * these, half of them near the start, where headers and tables of tiles lie. */
 static size_t damage(uint8_t *data, size_t length) {
     for (uint64_t times = draw(5); times > 0 && length > 16; times--) {
         size_t region = draw(2) && length > 700 ? 700 : length, at = 2 + draw(region - 12);

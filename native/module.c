@@ -216,7 +216,8 @@ static PyObject *stages(PyObject *module, PyObject *arguments) {
     Py_ssize_t n = PyList_Size(sources);
     Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
     Hold *held = calloc((size_t)n + 1, sizeof *held);
-    uint8_t *out = common.size > 0 && common.size <= MAX_SIZE ? calloc(3 * (size_t)common.size, (size_t)common.size) : NULL;
+    int sane = common.size > 0 && common.size <= MAX_SIZE;
+    uint8_t *out = sane ? calloc(3 * (size_t)common.size, (size_t)common.size) : NULL;
     if (!jobs || !held)
         PyErr_NoMemory();
     else if (fill(jobs, n, &common) == 0 && hold_all(sources, &lengths, held, jobs) == 0) {

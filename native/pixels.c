@@ -26,7 +26,7 @@ const char *add_pixels(Canvas *canvas, const Pixels *pixels, Spare *spare) {
     return NULL;
 }
 
-/* --- PPM's header: P6, width, height and 255, apart by white space or comments, then one white space ----------------- */
+/* --- PPM's header: P6, width, height and 255, apart by white space or comments; then one white space ------------ */
 
 typedef struct {
     const uint8_t *bytes;

@@ -50,8 +50,8 @@ INLINE __m512i four_pixels(const uint8_t *const row[4], size_t at) {
 
 INLINE __m512i place_sums(const Quad *quad, size_t at, const uint8_t *const row[4], const int step, const int quads) {
     const char s = (char)step;
-    const __m512i by_colour = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, s, 2 * s, 3 * s, 1, s + 1, 2 * s + 1, 3 * s + 1, 2, s + 2, 2 * s + 2, 3 * s + 2, -1, -1, -1, -1));
+    const __m512i by_colour = _mm512_broadcast_i32x4(_mm_setr_epi8(
+        0, s, 2 * s, 3 * s, 1, s + 1, 2 * s + 1, 3 * s + 1, 2, s + 2, 2 * s + 2, 3 * s + 2, -1, -1, -1, -1));
     Sums sums = nothing_yet();
     for (int q = 0; q < quads; q++, at += 4 * (size_t)step)
         sums = added(sums, _mm512_shuffle_epi8(four_pixels(row, at), by_colour), quad + q);

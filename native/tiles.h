@@ -4,8 +4,8 @@
  * the name, one stream of numbers, 7 bits a byte, the lowest first, the top bit set where a number goes on; it runs on
  * from marker to marker. First the restart interval, then the length of every segment without its RST marker.
  *
- * Of such a file, a crop needs a window of whole tiles. It is cut out as a small JPEG. The table is never trusted: every
- * segment must end where it says, at the right marker, or the window is not to be had.
+ * Of such a file, a crop needs a window of whole tiles. It is cut out as a small JPEG. The table is never trusted:
+ * every segment must end where it says, at the right marker, or the window is not to be had.
  */
 #ifndef PODSCALE_TILES_H
 #define PODSCALE_TILES_H
