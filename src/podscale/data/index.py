@@ -92,7 +92,7 @@ class Index:
 
     def cached(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
         """The same pictures; those of `samples` will be kept in memory."""
-        lengths = decoded_bytes(self) if kind == "decoded" else self.bytes
+        lengths = self.decoded_bytes() if kind == "decoded" else self.encoded_bytes()
         return replace(self, cache=Cache.of(kind, lengths, samples))
 
     def _kept(self, kind: Kind, samples: NDArray[np.integer]) -> Cache | None:
@@ -106,20 +106,18 @@ class Index:
             cache.put(sample, get(sample))
         return cache
 
-    @property
-    def bytes(self) -> NDArray[np.int64]:
+    def encoded_bytes(self) -> NDArray[np.int64]:
         """How many bytes each encoded picture has."""
         return self._files().table.lengths
+
+    def decoded_bytes(self) -> NDArray[np.int64]:
+        """How many bytes each decoded picture has."""
+        return 3 * self.sizes.astype(np.int64).prod(axis=1)
 
     def _files(self) -> Files:
         if self.files is None:
             raise ValueError("the pictures of this index are arrays, not files")
         return self.files
-
-
-def decoded_bytes(index: Index) -> NDArray[np.int64]:
-    """How many bytes each decoded picture has."""
-    return 3 * index.sizes.astype(np.int64).prod(axis=1)
 
 
 @dataclass(frozen=True, eq=False)
