@@ -15,14 +15,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
 from podscale import recipe as recipes
-from podscale.errors import UserError, nearest
+from podscale.errors import PreemptedError, UserError, nearest
 from podscale.fields import changed
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS, Recipe
 from podscale.run import to_json
 from podscale.until import Until
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: what sysexits.h calls a temporary failure; start it again
 OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -51,6 +51,15 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
         return USER_ERROR
+    except PreemptedError as error:
+        from podscale.pod import leave
+
+        leave()
+        print(f"podscale: {error}", file=sys.stderr)
+        return PREEMPTED
+    except BrokenPipeError:  # the reader went away: `podscale recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         if error.errno not in OUTSIDE_OUR_POWER:
             raise
@@ -59,9 +68,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("podscale: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader went away: `podscale recipes | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The one exception that means: the user asked for something that cannot be.
+"""The one exception that means: the user asked for something that cannot be. And one that means: to be continued.
 
 Every part raises it with a single sentence that says what is wrong, where, and what to do.
 The command line prints that sentence and exits with code 2; in Python it is an ordinary exception.
@@ -12,6 +12,14 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """What the user asked for cannot be done; the message is one sentence."""
+
+
+class PreemptedError(Exception):
+    """A run was asked to stop, and has saved what it knew."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped as asked after step {step:,}, which is saved; the same command goes on from there")
+        self.step = step
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

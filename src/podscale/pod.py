@@ -164,6 +164,12 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1) -> None:
             raise UserError(f"the launcher started several processes, but they cannot join: {error}") from None
 
 
+def leave() -> None:
+    """Parts from the other processes once all of them are here: whoever left alone would look dead to the rest."""
+    if jax.process_count() > 1:
+        jax.distributed.shutdown()
+
+
 def _launched() -> bool:
     """Whether a launcher or a TPU pod says that this process is one of several."""
     counts = [os.environ.get(name, "") for name in _PROCESS_COUNTS]

@@ -13,6 +13,8 @@ from rich.console import Console
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
+from podscale.errors import PreemptedError
+from podscale.faults import Stop
 from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
@@ -59,7 +61,8 @@ def train(
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
         try:
-            return _train_from(start, job, checkpoints, teller)
+            with Stop() as stop:
+                return _train_from(start, job, checkpoints, teller, stop)
         finally:
             teller.close()
 
@@ -100,21 +103,22 @@ def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job,
     return job, 0
 
 
-def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller) -> dict[str, Any]:
-    """The loop: load, update, tell, evaluate, save."""
+def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, stop: Stop) -> dict[str, Any]:
+    """The loop: load, update, tell, evaluate, save. It ends where training does, or where it is asked to stop."""
     plan, state, ledger = job.plan, job.state, teller.ledger
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
         call, evaluate = compiled_step(job, teller.run), Evaluator(job, teller.run)
     with train_batches(job, calls) as batches:
         teller.begin()
-        for done in calls:
+        for number, done in enumerate(calls):
             with ledger.measure("input wait"):
                 batch = next(batches)
             with ledger.measure("train"):
                 state, metrics = call(state, batch.images, batch.labels, np.int32(batch.count))
                 teller.trained(done, metrics)
-            if done.stop not in saves:
+            asked = stop.after(number)
+            if done.stop not in saves and not asked:
                 continue
             with ledger.measure("train"):
                 teller.catch_up()
@@ -129,6 +133,10 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller) 
             teller.resume_clock()
             if teller.reached():
                 break
+            if asked and done.stop < plan.steps:
+                with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
+                    checkpoints.wait()
+                raise PreemptedError(done.stop)
     with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
         checkpoints.wait()
     return teller.summary(done.stop)
