@@ -16,7 +16,8 @@ from podscale import recipe as recipes
 from podscale.cli import _options, _parser, main
 from podscale.recipe import presets
 
-VERBS = [("train",), ("eval",), ("predict",), ("plan",), ("recipes",), ("bench",), ("bench", "step")]
+VERBS = [("train",), ("eval",), ("predict",), ("plan",), ("recipes",), ("bench",), ("bench", "step"), ("data",)]
+VERBS += [("data", "index"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 

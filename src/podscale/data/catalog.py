@@ -32,6 +32,33 @@ BESIDE = ".podscale-index"
 SETTLED_NS = 2 * 10**9  # file systems' clocks tick; what changed just now may change again without being seen
 
 
+def kind_of(root: Path, said: str = "") -> str:
+    """The kind of the data set in a folder: what it is said to be, else what it can be read as, if only one way."""
+    if root.is_file():
+        raise UserError(f"{root} is a file; name a folder that holds train/CLASS/FILE and val/CLASS/FILE, or shards")
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}; check the path")
+    if said:
+        return said
+    kinds = [kind for kind in FORMATS if _holds(kind, root)]
+    if len(kinds) > 1:
+        raise UserError(f"{root} can be read as {' and as '.join(kinds)}; choose one with --source")
+    if not kinds:
+        raise UserError(
+            f"{root} holds neither {folder.LAYOUT} nor shards of both splits (train*, val*) in tar, tfrecord or "
+            "parquet files; check the path, or say with --source what it should hold"
+        )
+    return kinds[0]
+
+
+def _holds(kind: str, root: Path) -> bool:
+    try:
+        FORMATS[kind].find(root)
+    except UserError:
+        return False
+    return True
+
+
 def open_files(kind: str, root: Path, progress: Progress | None = None) -> tuple[Files, Files, tuple[str, ...]]:
     """The files of both splits and the names of the classes: from a kept table if it is up to date, else scanned."""
     found = FORMATS[kind].find(root)
