@@ -327,6 +327,32 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(many, whole, tmp_path, pla
     assert all((tmp_path / "to" / shard).stat().st_mtime_ns == before[shard] for shard in kept)  # not written twice
 
 
+def test_what_is_prepared_in_part_is_not_taken_for_the_whole(photos, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "store_beside", lambda *_: (_ for _ in ()).throw(UserError("stopped")))
+        refused("stopped", photos, tmp_path / "to", Settings())
+    for use in (
+        opened,
+        lambda root: survey(str(root)),
+        lambda root: prepare.prepare(root, tmp_path / "on", Settings()),
+    ):
+        with pytest.raises(UserError, match="is prepared only in part; repeat podscale data prepare"):
+            use(tmp_path / "to")
+    prepare.prepare(photos, tmp_path / "to", Settings())
+    assert len(opened(tmp_path / "to").train) == 10
+
+
+def test_interrupted_it_says_how_to_go_on(many, tmp_path):
+    program = KILLED.replace("SIGKILL", "SIGINT").rpartition("prepare.prepare(")[0]
+    program += "from podscale import cli; sys.exit(cli.main(['data', 'prepare', source, folder, '--shard-mib', '1']))"
+    command = [sys.executable, "-c", program, "shard", "add", "6", str(many), str(tmp_path / "to")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr == "podscale: interrupted; the same command goes on after the last whole shard\n"
+    assert (tmp_path / "to" / "train-00000.tar").exists()
+    assert not list((tmp_path / "to").glob("*.part"))
+
+
 def test_when_all_is_done_nothing_is(many, whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "to")
     first = prepare.prepare(many, whole, Settings(shard_mib=1))

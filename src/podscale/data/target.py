@@ -4,6 +4,7 @@ A folder has one source and one way of preparing it, for good; whatever else it 
 process at a time writes in it.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -20,13 +21,6 @@ from podscale.data.shards import Shard, writing
 from podscale.data.table import SPLITS
 from podscale.errors import UserError
 from podscale.run import write_atomically
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system; whoever prepares twice at once must take care himself
-    fcntl = None  # type: ignore[assignment]
-
-JOURNAL = "prepare.json"
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Target:
         """A folder as it was left, or a new one; refuses a folder that holds anything else."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; name a folder to prepare into")
-        path = folder / JOURNAL
+        path = folder / catalog.PREPARED
         if not path.exists():
             if folder.exists() and any(entry.suffix != ".part" for entry in folder.iterdir()):
                 raise UserError(f"{folder} is not empty and holds nothing that was prepared; name another folder")
@@ -136,8 +130,8 @@ class Target:
             "finished": self.finished,
             "shards": self.whole,
         }
-        with writing(self.folder / JOURNAL):
-            write_atomically(self.folder / JOURNAL, json.dumps(content, indent=1))
+        with writing(self.folder / catalog.PREPARED):
+            write_atomically(self.folder / catalog.PREPARED, json.dumps(content, indent=1))
 
 
 def _checked(shard: dict[str, Any]) -> dict[str, Any]:
@@ -186,13 +180,12 @@ def claimed(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}; name another one") from error
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is preparing {folder}; wait for it, or name another folder") from None
-            except OSError:  # a file system without locks
-                pass
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is preparing {folder}; wait for it, or name another folder") from None
+        except OSError:  # a file system without locks
+            pass
         yield
     finally:
         os.close(descriptor)
