@@ -1,5 +1,5 @@
 """Claim: what `podscale data prepare` writes is read several times as fast as Pillow reads the original files, on one
-core: at least 2.6 times without loss, 5 times with at most 400 pixels a side and quality 90, and 18 times as pixels.
+core: at least 2.6 times without loss, 5 times with at most 400 pixels a side, 18 times as pixels of that size.
 
 Prepares the JPEGs below a folder in every way of the table, and times the whole training transform (read, decode,
 random-resized crop, mirror, uint8) by `decode.crop_batch` on each result, beside Pillow on the original files as
