@@ -8,8 +8,8 @@ enum {
     KEPT_BYTES = 1 << 25, /* no worker that a huge picture made larger is kept */
 };
 
-/* Batches are small; memory that came and went with each would keep all threads waiting for the kernel. Slots are taken
- * and filled by exchange, without a lock that a fork could leave locked. */
+/* Batches are small, and need not fetch their memory from the kernel each time. Slots are taken and filled by exchange,
+ * without a lock that a fork could leave locked. */
 static _Atomic(Worker *) idle[IDLE];
 
 static Worker *take_worker(int64_t max_pixels) {

@@ -61,7 +61,7 @@ def test_every_container_holds_the_samples_of_the_folder(tmp_path, source, write
         assert [ours.read(i) for i in every] == [data for _, _, data in expected]
         assert np.array_equal(ours.pixels(3), theirs.pixels(3))
         assert ours.sizes[3].tolist() == list(ours.pixels(3).shape[1::-1])
-        assert ours.bytes[every].tolist() == [len(data) for _, _, data in expected]
+        assert ours.encoded_bytes()[every].tolist() == [len(data) for _, _, data in expected]
         assert len(set(map(ours.name, every))) == len(expected)
 
 

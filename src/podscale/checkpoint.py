@@ -2,22 +2,47 @@
 
 A checkpoint is a flat table of named arrays (`params/layers/0/conv/kernel`, ...), the same whatever the pod, so that a
 run stopped on one pod goes on on another. The newest few are kept, and the one with the best accuracy.
+
+Orbax reads flipped bits without a word, so the digest of every array is written with it and compared on loading.
 """
 
+import errno
+import json
 import logging
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from podscale import digest
 from podscale.errors import UserError
+from podscale.pod import by_the_first
 
 T = TypeVar("T")
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it touches
+
+class DamagedError(UserError):
+    """A checkpoint that is there but not whole."""
+
+    def __init__(self, where: Path, why: str) -> None:
+        super().__init__(f"checkpoint {where} is damaged: {why}; remove it to go on from the one before it")
+        self.where, self.why = where, why
+
+
+class NotSavedError(Exception):
+    """A checkpoint could not be written: the disk is full, or gone, or not ours to write to."""
+
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every file it touches, and of what we tell
+NOTES = ("metrics/metrics", "_CHECKPOINT_METADATA")
+DISK_REASONS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO))
 
 
 class Checkpoints:
@@ -30,6 +55,11 @@ class Checkpoints:
         self._about = about
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} should be a folder of checkpoints, but it is a file")
+        if read_only:
+            for step in _without_readable_notes(folder):  # Orbax would not open the folder at all
+                raise DamagedError(folder / str(step), "its notes cannot be read")
+        else:
+            by_the_first(lambda: _move_aside(folder, *_without_readable_notes(folder)))
         best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(max(keep, 1)), best]),
@@ -55,26 +85,69 @@ class Checkpoints:
         return self._manager.best_step() or self._manager.latest_step()
 
     def save(self, step: int, state: Any, accuracy: float | None = None) -> None:
-        """Starts to write `state` as it is now; returns once it may be changed."""
+        """Starts to write `state` as it is now; returns once it may be changed.
+
+        Raises `NotSavedError` if this one, or the one before it, could not be written; older ones stay whole.
+        """
         metrics = None if accuracy is None else {"accuracy": accuracy}
-        self._manager.save(
-            step,
-            args=ocp.args.StandardSave(_table(state)),
-            metrics=metrics,
-            force=True,
-            custom_metadata=self._about,
-        )
+        table = _table(state)
+        digests = dict(zip(table, np.asarray(digest.of(list(table.values()))).tolist(), strict=True))
+
+        def start() -> None:
+            self._manager.save(
+                step,
+                args=ocp.args.StandardSave(table),
+                metrics=metrics,
+                force=True,
+                custom_metadata={"digests": digests, "about": self._about},
+            )
+
+        problems = [problem for work in (self._manager.wait_until_finished, start) if (problem := self._problem(work))]
+        if problems:
+            raise NotSavedError(problems[-1])
+
+    def wait(self) -> None:
+        """Returns once all that was saved is on disk; raises `NotSavedError` if it could not be written."""
+        if problem := self._problem(self._manager.wait_until_finished):
+            raise NotSavedError(problem)
+
+    def _problem(self, work: Callable[[], Any]) -> str:
+        """Does `work`; returns what the disk had against it, if anything, and clears away what was half written."""
+        try:
+            work()
+            return ""
+        except (OSError, ValueError) as error:
+            reason = next((reason for reason in DISK_REASONS if reason.lower() in str(error).lower()), "")
+            if not reason:
+                raise
+        for half in Path(str(self._manager.directory)).glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(half, ignore_errors=True)
+        return reason
 
     def restore(self, step: int, like: T) -> T:
-        """The state saved at `step`, with the structure, types and sharding of `like`."""
+        """The state saved at `step`, structured, typed and sharded as `like`; `DamagedError` if it is not whole."""
         wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _table(like))
+        where = Path(str(self._manager.directory)) / str(step)
         try:
             self._check_fits(step, wanted)
             found = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
-        except (ValueError, KeyError, OSError, AttributeError):
-            where = Path(str(self._manager.directory)) / str(step)
-            raise UserError(f"checkpoint {where} is damaged; remove it to go on from the one before it") from None
+            expected = self._manager.metadata(step).custom_metadata["digests"]
+        except UserError:
+            raise
+        except Exception:  # Orbax has no list of what it raises on files that are not whole, and raises that too
+            raise DamagedError(where, "it cannot be read") from None
+        digests = np.asarray(digest.of(list(found.values()))).tolist()
+        for name, one in zip(found, digests, strict=True):
+            if expected.get(name) != one:
+                raise DamagedError(where, f"{name} is not what was saved")
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in _names(like)])
+
+    def set_aside(self, step: int) -> Path:
+        """Moves a checkpoint out of the way, to where nothing looks for it but a person; all processes call this."""
+        folder = Path(str(self._manager.directory))
+        by_the_first(lambda: _move_aside(folder, step))
+        self._manager.reload()
+        return _aside(folder, step)
 
     def _check_fits(self, step: int, wanted: dict[str, Any]) -> None:
         """Compares names and shapes first: Orbax finds out in the middle of its threads, and they say so on stderr."""
@@ -86,16 +159,40 @@ class Checkpoints:
                     f"checkpoint {step} does not fit the model of this recipe: {name} {found}, wanted {array.shape}"
                 )
 
-    def wait(self) -> None:
-        """Returns once all that was saved is on disk."""
-        self._manager.wait_until_finished()
-
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._manager.wait_until_finished()
+        self._problem(self._manager.wait_until_finished)  # whoever wants to know calls `wait`
         self._manager.close()
+
+
+def _without_readable_notes(folder: Path) -> list[int]:
+    """Steps whose metrics or metadata are no JSON."""
+
+    def readable(path: Path) -> bool:
+        try:
+            return bool(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return True  # found out, and told, when it is needed
+        except (OSError, ValueError):
+            return False
+
+    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.exists() else []
+    return [step for step in steps if not all(readable(folder / str(step) / note) for note in NOTES)]
+
+
+def _move_aside(folder: Path, *steps: int) -> None:
+    for step in steps:
+        target = _aside(folder, step)
+        target.parent.mkdir(exist_ok=True)
+        if target.exists():
+            shutil.rmtree(target)
+        (folder / str(step)).rename(target)
+
+
+def _aside(folder: Path, step: int) -> Path:
+    return folder.with_name("damaged") / str(step)
 
 
 def _accuracy(metrics: Any) -> float:

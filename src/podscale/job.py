@@ -20,7 +20,7 @@ from podscale import pod as pods
 from podscale import step as steps
 from podscale.data import cache, decode, loader
 from podscale.data.files import Progress
-from podscale.data.index import NO_PICTURES, Index, Splits, decoded_bytes, open_index
+from podscale.data.index import NO_PICTURES, Index, Splits, open_index
 from podscale.data.order import Order
 from podscale.memory import footprint
 from podscale.models.functional import Functional, functional
@@ -93,7 +93,7 @@ def cached(job: Job, options: Options) -> Job:
 
 
 def _kept(index: Index, samples: NDArray[np.int64], wanted: str, limit: int, passes: float) -> Index:
-    encoded, decoded = (cache.room(lengths[samples]) for lengths in (index.bytes, decoded_bytes(index)))
+    encoded, decoded = (cache.room(lengths[samples]) for lengths in (index.encoded_bytes(), index.decoded_bytes()))
     kind = cache.choose(wanted, encoded, decoded, limit, passes)
     return index.cached(kind, samples) if kind else index
 

@@ -184,12 +184,17 @@ def processes_here() -> int:
     return int(np.sum(multihost_utils.process_allgather(name) == name))
 
 
+def everyone(agrees: bool) -> bool:
+    """Whether all processes agree; all of them must ask."""
+    return agrees if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(agrees))))
+
+
 def first_ones(number: int) -> int:
     """The first process's number, in all of them: what each sees of a clock or a shared folder may differ."""
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def by_the_first(work: Callable[[], None]) -> None:
+def by_the_first(work: Callable[[], object]) -> None:
     """Has the first process do `work`; what keeps it from that is a `UserError` in all of them, and nobody waits."""
     message = ""
     if speaks():

@@ -5,21 +5,27 @@
     checkpoints/    what was learnt           tensorboard/    the same curves for TensorBoard
     summary.json    how it ended              report.html     all of it to look at
     sample.png      a validation picture, to try `predict` with
+    lock            whose it is, while it is trained
+    damaged/        checkpoints that were found not to be whole, if any
     programs/       of a deterministic run on GPU: what was compiled
 
 The same command on the same folder resumes. A folder never holds two recipes.
 """
 
+import fcntl
 import json
 import math
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from podscale import recipe as recipes
 from podscale.errors import UserError
 from podscale.recipe import Recipe
+
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Run:
             differences = _differences(cls.load(folder).recipe, recipe)
             if differences:
                 raise UserError(f"{folder} holds a run of another recipe ({differences}); choose another with --run")
-        elif folder.exists() and any(path.suffix != ".part" for path in folder.iterdir()):
+        elif folder.exists() and any(path.suffix != ".part" and path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; choose another folder with --run")
 
     @classmethod
@@ -120,6 +126,39 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty while it has not."""
         return _read_json(self.folder / "summary.json") or {}
+
+
+class Claim:
+    """A run's folder as one training's own, from `take` to the end of the `with` block or of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Refuses a folder that another training works in, by naming it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = (self._folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise UserError(
+                f"{self._folder} is being trained by {holder}; wait for it, or choose another folder with --run"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        self._file = file
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
 
 
 def write_atomically(path: Path, text: str) -> None:

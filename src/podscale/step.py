@@ -40,6 +40,7 @@ class Metrics(NamedTuple):
     accuracy: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
+    skipped: jax.Array  # 1 where loss or gradient was no number, and nothing but the step counter moved
 
 
 class Tally(NamedTuple):
@@ -80,7 +81,8 @@ def train_call(
             state, metrics = update(state, images[i], labels[i])
             return state, jax.tree.map(lambda all_, m: all_.at[i].set(m), seen, metrics)
 
-        empty = Metrics(*[jnp.zeros(plan.steps_per_call, jnp.promote_types(_dtype(state), jnp.float32))] * 4)
+        nothing = jnp.zeros(plan.steps_per_call, jnp.promote_types(_dtype(state), jnp.float32))
+        empty = Metrics(*[nothing] * len(Metrics._fields))
         return lax.fori_loop(0, count, body, (state, empty))
 
     data = P(None, None, BATCH_AXES)
@@ -111,13 +113,18 @@ def _update(
     params = optax.apply_updates(state.params, updates)
     stats = norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
     average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
+    grad_norm = optax.tree.norm(grads)
+    sound = jnp.isfinite(seen["loss"]) & jnp.isfinite(grad_norm)  # the same on every device: both are sums over the pod
     metrics = Metrics(
         loss=seen["loss"],
         accuracy=seen["correct"] / recipe.batch.size,
-        grad_norm=optax.tree.norm(grads),
+        grad_norm=grad_norm,
         learning_rate=schedule(state.step),
+        skipped=(~sound).astype(seen["loss"].dtype),
     )
-    return State(state.step + 1, params, stats, opt_state, average), metrics
+    new = State(state.step + 1, params, stats, opt_state, average)
+    old = state._replace(step=state.step + 1)
+    return jax.tree.map(lambda n, o: jnp.where(sound, n, o), new, old), metrics
 
 
 def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, labels: jax.Array) -> tuple[Tree, ...]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import jax
 from rich.console import Console
@@ -48,6 +48,7 @@ class Journal:
     """metrics.jsonl and the TensorBoard events of a run.
 
     A resumed run goes on at its step: lines past it are dropped. TensorBoard's points past it stay and come twice.
+    Lines that a full disk has no room for are written as soon as there is some.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
@@ -56,20 +57,24 @@ class Journal:
         path = folder / "metrics.jsonl"
         kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= start] if start else []
         write_atomically(path, "".join(f"{line}\n" for line in kept))
-        self._file: TextIO = path.open("a")
-        self._board = Writer(str(folder / "tensorboard"))
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._board: Any = Writer(str(folder / "tensorboard"))
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """One line, and one point in each curve."""
-        self._file.write(to_json({"event": event, "step": step, **values}) + "\n")
-        self._file.flush()
+        """One line, and one point in each curve; an OSError if the disk did not take it yet."""
+        self._unwritten += (to_json({"event": event, "step": step, **values}) + "\n").encode()
+        self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
+        try:
+            self._file.write(self._unwritten)
+            self._board.close()
+        finally:
+            self._file.close()
 
 
 class Display:
@@ -129,6 +134,7 @@ class Teller:
         self._images = 0
         self._journal: Journal | None = None
         self._display: Display | None = None
+        self._borne = ""  # what was warned of last
 
     def begin(self) -> None:
         """The clock starts: the first batch is about to be asked for."""
@@ -176,7 +182,26 @@ class Teller:
             right = f"{found['accuracy']:.2%} of {found['examples']:,} right"
             self._display.say(f"epoch {epoch:.1f}: {right} after {self._earlier_s + seconds:.1f} s")
         if speaks():
-            page.write(self.run)
+            with self.bearing(OSError):
+                page.write(self.run)
+
+    @contextmanager
+    def bearing(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Goes on after such an error inside, with a loud warning: a disk that is full now may not stay so."""
+        try:
+            yield
+        except kinds as error:
+            why = getattr(error, "strerror", None) or str(error)
+            if why != self._borne:  # once for each trouble, not once a step
+                self._borne = why
+                self.console.print(
+                    f"warning: {self.run.folder} takes no more: {why}; training goes on; what is saved stays whole",
+                    style="bold red",
+                    markup=False,
+                    highlight=False,
+                )
+        else:
+            self._borne = ""
 
     def resume_clock(self) -> None:
         """Neither evaluation nor saving counts against the training rate."""
@@ -198,8 +223,9 @@ class Teller:
         }
         self._write("end", step, seconds=train_s)
         if speaks():
-            write_atomically(self.run.folder / "summary.json", to_json(found, indent=1))
-            page.write(self.run)
+            with self.bearing(OSError):
+                write_atomically(self.run.folder / "summary.json", to_json(found, indent=1))
+                page.write(self.run)
         return found
 
     def past_summary(self) -> dict[str, Any]:
@@ -233,13 +259,15 @@ class Teller:
 
     def _write(self, event: str, step: int, **values: Any) -> None:
         if self._journal:
-            self._journal.write(event, step, **values)
+            with self.bearing(OSError):
+                self._journal.write(event, step, **values)
 
     def close(self) -> None:
         if self._display:
             self._display.close()
         if self._journal:
-            self._journal.close()
+            with self.bearing(OSError):
+                self._journal.close()
 
 
 def _session_seconds(lines: list[dict[str, Any]]) -> float:

@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from podscale import pod as pods
-from podscale.checkpoint import Checkpoints
+from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
 from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
@@ -19,7 +19,7 @@ from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.report.counting import counting
 from podscale.report.words import table
-from podscale.run import Run
+from podscale.run import Claim, Run
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
 
@@ -49,10 +49,10 @@ def train(
         with counting(console, "indexing") as progress:
             job = prepare(recipe, pod, options, model, progress)
         job = cached(job, options)
-        run = _opened(job, folder)
-    facts = input_facts(job)
+        facts, claim = input_facts(job), Claim(folder)
+        run = _opened(job, claim, facts, folder)
     console.print(table("plan", [*job.plan.rows(), *_decoding(facts)]))
-    with Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
+    with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, checkpoints, console)
         teller = Teller(run, job.plan, ledger, console, start, until)
@@ -65,11 +65,12 @@ def train(
             teller.close()
 
 
-def _opened(job: Job, folder: Path) -> Run:
-    """The run's folder, which the first process fills; if it cannot, all of them end."""
+def _opened(job: Job, claim: Claim, facts: dict[str, Any], folder: Path) -> Run:
+    """The run's folder, which the first process claims and fills; if it cannot, all of them end."""
 
     def fill() -> None:
-        Run.create(folder, job.recipe, job.plan.to_dict() | {"input": input_facts(job)}, job.data.classes)
+        claim.take()
+        Run.create(folder, job.recipe, job.plan.to_dict() | {"input": facts}, job.data.classes)
         Image.fromarray(loader.eval_pictures(job.data.val, [0], job.recipe)[0]).save(folder / "sample.png")
 
     pods.by_the_first(fill)
@@ -86,12 +87,18 @@ def _decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job, int]:
-    """The job with the newest checkpoint's state, and the number of updates done."""
-    newest = checkpoints.newest()
-    if newest is None:
-        return job, 0
-    console.print(f"resuming after step {newest:,}", highlight=False)
-    return job._replace(state=checkpoints.restore(newest, job.state)), newest
+    """The job with the newest whole checkpoint's state, and the number of updates done."""
+    while (newest := checkpoints.newest()) is not None:
+        try:
+            state, why = checkpoints.restore(newest, job.state), ""
+        except DamagedError as error:
+            state, why = job.state, error.why
+        if pods.everyone(not why):
+            console.print(f"resuming after step {newest:,}", highlight=False)
+            return job._replace(state=state), newest
+        aside = checkpoints.set_aside(newest)
+        console.print(f"checkpoint {newest} is damaged ({why}); it lies in {aside} now", style="bold red", markup=False)
+    return job, 0
 
 
 def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller) -> dict[str, Any]:
@@ -118,12 +125,12 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller) 
                     found = evaluate(state)
                 accuracy = found["accuracy"]
                 teller.evaluated(done.stop, found)
-            with ledger.measure("checkpoint"):
+            with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
                 checkpoints.save(done.stop, state, accuracy)
             teller.resume_clock()
             if teller.reached():
                 break
-    with ledger.measure("checkpoint"):
+    with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
         checkpoints.wait()
     return teller.summary(done.stop)
 

@@ -50,9 +50,8 @@ class Index:
         if self.images is not None:
             return self.images[sample]
         width, height = self.sizes[sample]
-        if self.cache is not None and self.cache.kind == "decoded":
-            self._fill(np.array([sample]))
-            return self.cache.at(sample).reshape(height, width, 3)
+        if kept := self._kept("decoded", np.array([sample])):
+            return kept.at(sample).reshape(height, width, 3)
         return decode.shrink(decode.decode(self.read(sample), self.name(sample)), width, height)
 
     def read(self, sample: int) -> bytes:
@@ -63,10 +62,8 @@ class Index:
         """Memory that holds the decoded pictures, and where in it each begins; None where they are not kept decoded."""
         if self.images is not None:
             return self.images.reshape(-1), samples.astype(np.int64) * self.images[0].size
-        if self.cache is not None and self.cache.kind == "decoded":
-            self._fill(samples)
-            return self.cache.memory, self.cache.places[samples]
-        return None
+        kept = self._kept("decoded", samples)
+        return (kept.memory, kept.places[samples]) if kept else None
 
     def sources(
         self, samples: NDArray[np.integer]
@@ -76,9 +73,8 @@ class Index:
         A source is a file's path, the descriptor of an open container, to be read by `pread` alone, or memory.
         Descriptors stay open as long as the index lives.
         """
-        if self.cache is not None and self.cache.kind == "encoded":
-            self._fill(samples)
-            return [self.cache.memory] * len(samples), self.cache.places[samples], self.cache.lengths[samples]
+        if kept := self._kept("encoded", samples):
+            return [kept.memory] * len(samples), kept.places[samples], kept.lengths[samples]
         return self._files().sources(np.asarray(samples, np.int64))
 
     def shrinks(self, samples: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -96,31 +92,32 @@ class Index:
 
     def cached(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
         """The same pictures; those of `samples` will be kept in memory."""
-        lengths = decoded_bytes(self) if kind == "decoded" else self.bytes
+        lengths = self.decoded_bytes() if kind == "decoded" else self.encoded_bytes()
         return replace(self, cache=Cache.of(kind, lengths, samples))
 
-    def _fill(self, samples: NDArray[np.integer]) -> None:
-        """Puts what is missing of them into the cache."""
-        assert self.cache is not None
+    def _kept(self, kind: Kind, samples: NDArray[np.integer]) -> Cache | None:
+        """The cache, filled with these samples, if it is of this kind and has places for all of them."""
+        cache = self.cache
+        if cache is None or cache.kind != kind or np.any(cache.places[samples] < 0):
+            return None
         bare = replace(self, cache=None)
-        get = bare.pixels if self.cache.kind == "decoded" else bare.read
-        for sample in self.cache.missing(samples).tolist():
-            self.cache.put(sample, get(sample))
+        get = bare.pixels if kind == "decoded" else bare.read
+        for sample in cache.missing(samples).tolist():
+            cache.put(sample, get(sample))
+        return cache
 
-    @property
-    def bytes(self) -> NDArray[np.int64]:
+    def encoded_bytes(self) -> NDArray[np.int64]:
         """How many bytes each encoded picture has."""
         return self._files().table.lengths
+
+    def decoded_bytes(self) -> NDArray[np.int64]:
+        """How many bytes each decoded picture has."""
+        return 3 * self.sizes.astype(np.int64).prod(axis=1)
 
     def _files(self) -> Files:
         if self.files is None:
             raise ValueError("the pictures of this index are arrays, not files")
         return self.files
-
-
-def decoded_bytes(index: Index) -> NDArray[np.int64]:
-    """How many bytes each decoded picture has."""
-    return 3 * index.sizes.astype(np.int64).prod(axis=1)
 
 
 @dataclass(frozen=True, eq=False)
