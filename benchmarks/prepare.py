@@ -66,7 +66,7 @@ def linked(folder: Path, root: Path, most: int) -> Path:
 
 def compare(root: Path, size: int, rounds: int) -> None:
     original = open_index(Data(source="folder", path=str(root))).train
-    whole = int(original.bytes.sum())
+    whole = int(original.encoded_bytes().sum())
     ways = {"Pillow, the files as they are": by_pillow(original, size), "the files as they are": ours(original, size)}
     shares = dict.fromkeys(ways, 1.0)
     for number, (name, settings) in enumerate(WAYS.items()):

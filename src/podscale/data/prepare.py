@@ -248,7 +248,7 @@ def _summary(splits: Splits, kind: str, target: Target) -> dict[str, Any]:
     how: Counter[str] = Counter()
     for shard in shards:
         how.update(shard["how"])
-    bytes_in = sum(int(getattr(splits, split).bytes.sum()) for split in SPLITS)
+    bytes_in = sum(int(getattr(splits, split).encoded_bytes().sum()) for split in SPLITS)
     bytes_out = sum(shard["bytes"] for shard in shards)
     return {
         "prepared": str(target.folder),

@@ -46,7 +46,7 @@ def _facts(index: Index, classes: int) -> dict[str, Any]:
     ranks = {"smallest": 0, "median": (len(index) - 1) // 2, "largest": len(index) - 1}
     return {
         "pictures": len(index),
-        "bytes": int(index.bytes.sum()),
+        "bytes": int(index.encoded_bytes().sum()),
         "sizes": {rank: index.sizes[by_area[place]].tolist() for rank, place in ranks.items()},
         "extensions": extensions(index.files.table.names),
         "pictures_per_class": {"fewest": int(per_class.min()), "most": int(per_class.max())},
