@@ -16,7 +16,8 @@ from podscale import recipe as recipes
 from podscale.cli import _options, _parser, main
 from podscale.recipe import presets
 
-VERBS = [("train",), ("eval",), ("predict",), ("plan",), ("recipes",), ("bench",), ("bench", "step")]
+VERBS = [("train",), ("eval",), ("predict",), ("plan",), ("recipes",), ("bench",), ("bench", "step"), ("data",)]
+VERBS += [("data", "index"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 
@@ -266,6 +267,21 @@ MISTAKES = [
     (("plan", "--pod", "v9:2x2"), "'v9'"),
     (("eval",), "there is no run under runs"),
     (("bench", "step", "digits", "--images", "8", "--repeats", "0"), "repeats"),
+    (("data",), "WHAT"),
+    (("data", "index"), "PATH"),
+    (("data", "index", "nowhere"), "there is no folder nowhere"),
+    (("data", "index", "file.txt"), "file.txt is a file"),
+    (("data", "index", ".", "--source", "npz"), "invalid choice: 'npz'"),
+    (("data", "prepare", "nowhere"), "DST"),
+    (("data", "prepare", "nowhere", "to"), "there is no folder nowhere"),
+    (("data", "prepare", ".", "."), "holds neither train/CLASS/FILE"),
+    (("data", "prepare", ".", ".", "--source", "tar"), "is the source itself"),
+    (("data", "prepare", ".", "to", "--source", "tar"), "is inside of"),
+    (("data", "prepare", ".", "to", "--longest", "many"), "--longest"),
+    (("data", "prepare", ".", "to", "--longest", "0"), "--longest is 0"),
+    (("data", "prepare", ".", "to", "--quality", "-3"), "--quality is -3"),
+    (("data", "prepare", ".", "to", "--subsampling", "411"), "420 or 444"),
+    (("data", "prepare", ".", "to", "--lnogest", "3"), "did you mean --longest"),
 ]
 
 
@@ -329,6 +345,51 @@ def test_a_folder_of_photos_trains(photos):
     found = answer(photos, "predict", "photos/val/dark/1.jpg", "--json")
     assert {guess["class"] for guess in found["images"][0]["top"]} == {"bright", "dark"}
     assert contents(photos / "photos") == before
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["event"] in ("train", "eval")]
+
+
+def test_prepared_photos_train_to_the_same_numbers(photos):
+    before = contents(photos / "photos")
+    found = answer(photos, "data", "prepare", "photos", "prepared", "--json")
+    assert (found["pictures"], found["classes"], found["already"]) == ({"train": 8, "val": 4}, 2, False)
+    assert found["prepared"] == "prepared"
+    again = podscale(photos, "data", "prepare", "photos", "prepared")
+    assert again.returncode == 0
+    assert "it was prepared before" in again.stdout
+    assert "--data.source tar --data.path prepared" in again.stdout
+    answer(photos, "train", "mine.toml", "--run", "one", "--json")
+    answer(photos, "train", "mine.toml", "--run", "two", "--data.source", "tar", "--data.path", "prepared", "--json")
+    assert len(losses(photos / "one")) == 4  # two updates, two evaluations
+    assert losses(photos / "one") == losses(photos / "two")
+    assert contents(photos / "photos") == before
+
+
+def test_the_index_of_photos_is_shown(photos):
+    found = answer(photos, "data", "index", "photos", "--json")
+    assert (found["source"], found["classes"], found["kept"]) == ("folder", ["bright", "dark"], False)
+    shown = podscale(photos, "data", "index", "photos").stdout
+    assert "2: bright, dark" in shown
+    assert "8 pictures, 4 a class" in shown
+    assert "smallest 32 x 24" in shown
+    assert "8 .jpg" in shown
+
+
+def test_a_bad_picture_stops_preparing_and_is_named(photos):
+    path = photos / "photos" / "train" / "dark" / "3.jpg"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert "photos/train/dark/3.jpg" in refusal(photos, "data", "prepare", "photos", "prepared")
+
+
+def test_data_is_looked_at_and_prepared_without_jax(photos):
+    for command in (["index", "photos"], ["prepare", "photos", "prepared"]):
+        program = (
+            f"import sys; from podscale import cli; cli.main(['data', *{command}]); sys.exit('jax' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", program], cwd=photos, check=False).returncode == 0
 
 
 def test_a_wrong_path_is_named(photos):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from podscale import telemetry
 from podscale.errors import UserError
 from podscale.recipe import load, override
+from podscale.report import counting
 from podscale.run import Run, write_atomically
 from podscale.telemetry import Journal, Ledger
 
@@ -241,9 +241,9 @@ def test_time_is_booked_though_the_work_fails():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
-    monkeypatch.setattr(telemetry, "PLAIN_EVERY_S", 0)
+    monkeypatch.setattr(counting, "PLAIN_EVERY_S", 0)
     shown = io.StringIO()
-    with telemetry.scanning(Console(file=shown, force_terminal=terminal, width=100)) as tell:
+    with counting.counting(Console(file=shown, force_terminal=terminal, width=100), "indexing") as tell:
         assert "indexing" not in shown.getvalue()
         tell("pictures", 1200, 5000)
     assert ("1200/5000" if terminal else "indexing pictures: 1,200 of 5,000\n") in shown.getvalue()

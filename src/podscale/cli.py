@@ -65,8 +65,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"podscale: {error.strerror}: {error.filename}", file=sys.stderr)
         return USER_ERROR
-    except KeyboardInterrupt:
-        print("podscale: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        next_time = str(error) or "the same command goes on from the last checkpoint"
+        print(f"podscale: interrupted; {next_time}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -164,6 +165,35 @@ def _bench_step(arguments: argparse.Namespace) -> Any:
     return found
 
 
+def _data_index(arguments: argparse.Namespace) -> Any:
+    from podscale.data.survey import survey
+    from podscale.report import data_words
+    from podscale.report.counting import counting
+
+    console = _console(arguments)
+    with counting(console, "indexing") as progress:
+        found = survey(arguments.path, arguments.source, progress)
+    data_words.show_survey(found, console)
+    return found
+
+
+def _data_prepare(arguments: argparse.Namespace) -> Any:
+    from podscale.data.prepare import Settings, prepare
+    from podscale.report import data_words
+    from podscale.report.counting import counting
+
+    names = ("longest", "quality", "subsampling", "raw", "shard_mib")
+    settings = Settings(**{name: getattr(arguments, name) for name in names})
+    console = _console(arguments)
+    try:
+        with counting(console) as progress:
+            found = prepare(arguments.src, arguments.dst, settings, arguments.source, progress=progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on after the last whole shard") from None
+    data_words.show_prepared(found, console)
+    return found
+
+
 # --- from arguments to values ------------------------------------------------------------------------------------
 
 
@@ -228,7 +258,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _options() -> list[str]:
     own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
-    own += ["--processes", "--process"]
+    own += ["--processes", "--process", "--source", "--longest", "--quality", "--subsampling", "--raw", "--shard-mib"]
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -271,7 +301,35 @@ def _parser() -> argparse.ArgumentParser:
     _takes_recipe(step, "resnet50-imagenet-4k")
     step.add_argument("--images", type=int, default=0, metavar="N", help="images per device (default: batch.size)")
     step.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
+    _data_verbs(verbs)
     return parser
+
+
+def _data_verbs(verbs: Any) -> None:
+    example = "example: podscale data prepare PHOTOS PREPARED"
+    data = verbs.add_parser("data", help="look at a data set, or prepare it", epilog=example, allow_abbrev=False)
+    kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
+
+    index = _verb(kinds, "index", _data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
+    index.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
+    _takes_source(index)
+
+    text = "write a data set again, so that training reads it faster: without loss, unless told otherwise"
+    prepare = _verb(kinds, "prepare", _data_prepare, text, "data prepare PHOTOS PREPARED --longest 400")
+    prepare.add_argument("src", metavar="SRC", help="the data set, which stays as it is")
+    prepare.add_argument("dst", metavar="DST", help="a folder to write to; the same command goes on if it was stopped")
+    prepare.add_argument("--longest", type=int, metavar="N", help="shrink pictures whose longer side has more pixels")
+    prepare.add_argument("--quality", type=int, metavar="Q", help="encode every picture again (shrunk ones: 90)")
+    prepare.add_argument("--subsampling", metavar="420|444", help="chroma of what is encoded again (default: 420)")
+    prepare.add_argument("--raw", action="store_true", help="store pixels: the fastest, and the most bytes")
+    prepare.add_argument("--shard-mib", type=int, default=256, metavar="N", help="MiB of a shard (default: 256)")
+    _takes_source(prepare)
+
+
+def _takes_source(parser: argparse.ArgumentParser) -> None:
+    text = "what the folder holds (default: what is found in it)"
+    kinds = ("folder", "tar", "tfrecord", "parquet")
+    parser.add_argument("--source", choices=kinds, default="", metavar="|".join(kinds), help=text)
 
 
 def _verb(verbs: Any, name: str, function: Callable[[Any], Any], text: str, example: str) -> argparse.ArgumentParser:

@@ -5,22 +5,21 @@ Only the first process speaks. Numbers are read from the devices one call late, 
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from podscale.plan import Plan
 from podscale.pod import first_ones, speaks
 from podscale.report import page
+from podscale.report.counting import PLAIN_EVERY_S
 from podscale.run import Run, to_json, whole_lines, write_atomically
 from podscale.until import Until
-
-PLAIN_EVERY_S = 5.0  # between lines where there is no terminal to draw a bar on
 
 
 class Ledger:
@@ -108,24 +107,6 @@ class Display:
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
-
-
-@contextmanager
-def scanning(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Tells how far the scan of a data set is: by a bar that goes away again, or by a line now and then."""
-    last = time.monotonic()  # a short scan is not worth a line
-    columns = (BarColumn(), TextColumn("indexing {task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", visible=False)
-
-        def tell(what: str, done: int, total: int) -> None:
-            nonlocal last
-            bar.update(task, description=what, completed=done, total=total, visible=True)
-            if not console.is_terminal and time.monotonic() - last >= PLAIN_EVERY_S:
-                last = time.monotonic()
-                console.print(f"indexing {what}: {done:,} of {total:,}", highlight=False)
-
-        yield tell
 
 
 class Teller:

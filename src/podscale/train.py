@@ -19,9 +19,10 @@ from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, pre
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.recipe import Recipe
+from podscale.report.counting import counting
 from podscale.report.words import table
 from podscale.run import Claim, Run
-from podscale.telemetry import Ledger, Teller, scanning
+from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
 
 
@@ -47,7 +48,7 @@ def train(
     with ledger.measure("start"):
         pod = pod or pods.find()
         console = (console or Console()) if pods.speaks() else Console(quiet=True)
-        with scanning(console) as progress:
+        with counting(console, "indexing") as progress:
             job = prepare(recipe, pod, options, model, progress)
         job = cached(job, options)
         facts, claim = input_facts(job), Claim(folder)

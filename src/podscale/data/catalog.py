@@ -7,6 +7,7 @@ whole, and the last one stays.
 """
 
 import hashlib
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +30,41 @@ FORMATS: dict[str, Format] = {
     "parquet": parquet.FORMAT,
 }
 BESIDE = ".podscale-index"
+PREPARED = "prepare.json"  # what `target` keeps where a data set is being prepared
 SETTLED_NS = 2 * 10**9  # file systems' clocks tick; what changed just now may change again without being seen
+
+
+def kind_of(root: Path, said: str = "") -> str:
+    """The kind of the data set in a folder: what it is said to be, else what it can be read as, if only one way."""
+    if root.is_file():
+        raise UserError(f"{root} is a file; name a folder that holds train/CLASS/FILE and val/CLASS/FILE, or shards")
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}; check the path")
+    _check_whole(root)
+    if said:
+        return said
+    kinds = [kind for kind in FORMATS if _holds(kind, root)]
+    if len(kinds) > 1:
+        raise UserError(f"{root} can be read as {' and as '.join(kinds)}; choose one with --source")
+    if not kinds:
+        raise UserError(
+            f"{root} holds neither {folder.LAYOUT} nor shards of both splits (train*, val*) in tar, tfrecord or "
+            "parquet files; check the path, or say with --source what it should hold"
+        )
+    return kinds[0]
+
+
+def _holds(kind: str, root: Path) -> bool:
+    try:
+        FORMATS[kind].find(root)
+    except UserError:
+        return False
+    return True
 
 
 def open_files(kind: str, root: Path, progress: Progress | None = None) -> tuple[Files, Files, tuple[str, ...]]:
     """The files of both splits and the names of the classes: from a kept table if it is up to date, else scanned."""
+    _check_whole(root)
     found = FORMATS[kind].find(root)
     kept = _kept(kind, found)
     if kept is None:
@@ -42,6 +73,18 @@ def open_files(kind: str, root: Path, progress: Progress | None = None) -> tuple
             with suppress(OSError):  # without a cache folder the table lives in memory alone
                 tables.save(_cache_file(kind, root), kept)
     return _files(kind, root, kept.train), _files(kind, root, kept.val), kept.classes
+
+
+def _check_whole(root: Path) -> None:
+    """Refuses what is only partly prepared; it would pass for a smaller data set."""
+    try:
+        content = json.loads((root / PREPARED).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(content, dict) and content.get("finished") is False:
+        raise UserError(
+            f"{root} is prepared only in part; repeat podscale data prepare, which goes on where it stopped"
+        )
 
 
 def store_beside(kind: str, root: Path, progress: Progress | None = None) -> Path:

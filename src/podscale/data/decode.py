@@ -218,6 +218,18 @@ def _crop_natively(
         _crop_plainly(index, samples[part], boxes[part], flips[part], size, out[part])
 
 
+def tile(data: bytes) -> bytes:
+    """A JPEG of the same pixels, of which `crop_batch` decodes only the parts it needs.
+
+    Raises ValueError, with the reason, for what has to stay as it is.
+    """
+    if _native is None or decoder() != "native":
+        raise ValueError("there is no native decoder")
+    if not data.startswith(b"\xff\xd8"):
+        raise ValueError("it is no JPEG")
+    return _native.tile(data, MAX_PIXELS)
+
+
 def advise(index: "Index", samples: NDArray[np.integer]) -> None:
     """Has the kernel read the pictures' files ahead of time, as far as it can; what is kept in memory needs none."""
     if _native is None or index.files is None or (index.cache is not None and not len(index.cache.missing(samples))):

@@ -189,6 +189,11 @@ def _listed_classes(path: Path) -> tuple[str, ...]:
         return ()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}; it must list the classes, one a line, in UTF-8") from error
+    return class_names(text)
+
+
+def class_names(text: str) -> tuple[str, ...]:
+    """The names in a list of classes, one a line."""
     return tuple(line.strip() for line in text.strip().splitlines())
 
 

@@ -1,0 +1,59 @@
+"""What a data set holds, and what became of it, in words on a terminal."""
+
+from typing import Any
+
+from rich.console import Console
+
+from podscale.report.words import table
+
+FIRST_CLASSES = 5
+FIRST_WAYS = 6
+
+
+def show_survey(found: dict[str, Any], console: Console) -> None:
+    """What the index of a data set says."""
+    names, rest = found["classes"][:FIRST_CLASSES], len(found["classes"]) - FIRST_CLASSES
+    more = f", and {rest:,} more" if rest > 0 else ""
+    rows = [("source", found["source"]), ("classes", f"{len(found['classes']):,}: {', '.join(names)}{more}")]
+    for split, facts in found["splits"].items():
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in facts["extensions"].items())
+        sizes = ", ".join(f"{rank} {width} x {height}" for rank, (width, height) in facts["sizes"].items())
+        fewest, most = (f"{count:,}" for count in facts["pictures_per_class"].values())
+        each = fewest if fewest == most else f"{fewest} to {most}"
+        rows += [
+            (split, f"{facts['pictures']:,} pictures, {each} a class, {in_bytes(facts['bytes'])}"),
+            ("", sizes),
+            *([("", kinds)] if kinds else []),
+        ]
+    how = "kept from before and up to date" if found["kept"] else "scanned"
+    rows.append(("index", f"{how}, {found['seconds']:.2f} s"))
+    console.print(table(found["path"], rows))
+
+
+def show_prepared(found: dict[str, Any], console: Console) -> None:
+    """What was prepared, and how to train from it."""
+    pictures = ", ".join(f"{count:,} {split}" for split, count in found["pictures"].items())
+    ways = [f"{count:,} {how}" for how, count in found["how"].items()]
+    told = ", ".join(ways[:FIRST_WAYS]) + (f", and {len(ways) - FIRST_WAYS} more kinds" if ways[FIRST_WAYS:] else "")
+    rows = [
+        ("pictures", f"{pictures}, of {found['classes']:,} classes, in {found['shards']:,} shards"),
+        ("how", told),
+        ("bytes", f"{in_bytes(found['bytes_in'])} became {in_bytes(found['bytes_out'])}, {found['ratio']:.2f} times"),
+        ("time", "it was prepared before" if found["already"] else f"{found['seconds']:.1f} s"),
+        ("use it", f"--data.source tar --data.path {found['prepared']}"),
+    ]
+    console.print(table("prepared", rows))
+
+
+def in_bytes(count: int) -> str:
+    """Bytes in a unit that people read.
+
+    >>> in_bytes(999), in_bytes(31_324_160)
+    ('999 bytes', '31.3 MB')
+    """
+    number, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if number < 1000:
+            break
+        number, unit = number / 1000, larger
+    return f"{count} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
