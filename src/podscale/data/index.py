@@ -57,6 +57,9 @@ class Index:
 
     def read(self, sample: int) -> bytes:
         """The encoded picture, of an index of files."""
+        if self.cache is not None and self.cache.kind == "encoded":
+            self._fill(np.array([sample]))
+            return self.cache.at(sample).tobytes()
         return self._files().read(sample)
 
     def arrays(self, samples: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
