@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import jax
@@ -101,7 +101,8 @@ def eval_samples(count: int, sharding: NamedSharding, images_per_device: int) ->
 def eval_pictures(
     index: Index, samples: Sequence[int], recipe: Recipe, pool: Executor | None = None
 ) -> NDArray[np.uint8]:
-    """Pictures as evaluation sees them: uint8 [n, size, size, 3]."""
+    """Pictures as evaluation sees them: uint8 [n, size, size, 3]. Any will do, also one that another process keeps."""
+    index = replace(index, cache=None)
     chosen, size = np.asarray(samples, np.int64), recipe.data.image_size
     out = np.empty((len(chosen), size, size, 3), np.uint8)
     boxes = eval_boxes(recipe.data.eval_fraction, index.sizes[chosen])
@@ -322,7 +323,7 @@ class Batches:
 
     def __init__(self, jobs: Sequence[Any], maker: Maker, threads: int | None, depth: int) -> None:
         self.wait_s = 0.0  # seconds the consumer has waited, in all
-        self._feed = _Feed(depth, ThreadPoolExecutor(threads or _cpus(), "podscale-decode"))
+        self._feed = _Feed(depth, ThreadPoolExecutor(threads or cpus(), "podscale-decode"))
         self._thread = threading.Thread(
             target=_produce, args=(self._feed, jobs, maker), name="podscale-loader", daemon=True
         )
@@ -356,6 +357,6 @@ class Batches:
         self.close()
 
 
-def _cpus() -> int:
+def cpus() -> int:
     """The CPUs this process may use, which in a container are fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
