@@ -16,7 +16,16 @@ from podscale import recipe as recipes
 from podscale.cli import _options, _parser, main
 from podscale.recipe import presets
 
-VERBS = [("train",), ("eval",), ("predict",), ("plan",), ("recipes",), ("bench",), ("bench", "step")]
+VERBS = [
+    ("train",),
+    ("eval",),
+    ("predict",),
+    ("plan",),
+    ("recipes",),
+    ("bench",),
+    ("bench", "step"),
+    ("bench", "input"),
+]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 
