@@ -40,12 +40,14 @@ class Staging:
 
     def close(self) -> None:
         """Waits for what is on its way, then lets go of the memory."""
-        while self._sent:
-            self._sent.popleft()[1].block_until_ready()
-        for memory in self._made if self._pinned else ():
-            self._client.dma_unmap(memory.ctypes.data)
-        self._made.clear()
-        self._free.clear()
+        try:
+            while self._sent:
+                self._sent.popleft()[1].block_until_ready()
+        finally:  # also where a transfer failed
+            for memory in self._made if self._pinned else ():
+                self._client.dma_unmap(memory.ctypes.data)
+            self._made.clear()
+            self._free.clear()
 
     def _collect(self) -> None:
         """Frees what has arrived. Never more than two are on their way: then the older one is waited for."""
