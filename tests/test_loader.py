@@ -243,6 +243,36 @@ def test_an_error_in_the_background_reaches_the_consumer_once(tmp_path, recipe):
     assert list(batches) == []
 
 
+@pytest.mark.parametrize("kind", ["none", "encoded", "decoded"])
+@pytest.mark.parametrize("decoder", ["native", "plain"])
+def test_a_broken_picture_ends_the_loader_whatever_is_kept(tmp_path, recipe, monkeypatch, kind, decoder):
+    monkeypatch.setenv("PODSCALE_DECODER", decoder)
+    paths = [tmp_path / f"{i}.jpg" for i in range(12)]
+    for path in paths:
+        Image.effect_noise((40, 30), 50).save(path)
+    paths[9].write_bytes(paths[9].read_bytes()[:-200])
+    index = files_index(paths)
+    index = index if kind == "none" else index.cached(kind, np.arange(len(index)))
+    with eval_batches(index, recipe, sharding(1, 0), 4) as batches:
+        assert [next(batches).count, next(batches).count] == [4, 4]
+        with pytest.raises(UserError, match=f"cannot read {paths[9]}: "):
+            next(batches)
+    assert not ours()
+    if kind == "decoded":
+        assert index.cache.missing(np.arange(12)).tolist()[0] == 9
+
+
+def test_an_interrupt_of_the_consumer_ends_the_threads(index, recipe):
+    def consume():
+        with eval_batches(index, recipe, sharding(1, 0), 8) as batches:
+            next(batches)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    assert not ours()
+
+
 def test_at_most_depth_batches_are_made_ahead(index, recipe):
     made, enough = [], threading.Semaphore(0)
 
