@@ -1,5 +1,6 @@
 """`podscale bench input`: every rate is there, cold and warm, and the verdict follows from them."""
 
+import io
 import json
 import os
 
@@ -7,12 +8,14 @@ import numpy as np
 import pytest
 import writers
 from PIL import Image
+from rich.console import Console
 
 from podscale import bench_input, cli, pod
 from podscale import recipe as recipes
 from podscale.data import decode
 from podscale.data.index import open_index
 from podscale.errors import UserError
+from podscale.report import rates
 
 STAGES = ["read, cold", "read", "entropy decode", "transform", "resize", "hand-over"]
 
@@ -58,6 +61,8 @@ def test_every_stage_crop_and_cache_has_its_rate(photos):
     }
     for row in rows.values():
         assert row["scaling"] == pytest.approx(row["images_per_s_all"] / (2 * row["images_per_s_one"]))
+        assert row["core_had"] is None or 0 < row["core_had"] < 1.1
+    assert 0 < found["core_had"] < 1.1
     assert min(found["loader"].values()) > 0
     assert found["hand_over"]["copies"] is False
     assert found["kept"] == "decoded"  # two dozen small pictures fit anywhere
@@ -139,9 +144,24 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("found", "feed", "sentence"), VERDICTS)
 def test_the_verdict_is_one_sentence(found, feed, sentence):
-    judged = bench_input.judge(found, feed)
+    judged = rates.judge(found, feed)
     assert judged["verdict"] == sentence
     assert judged["feeds"] == (None if not feed else " can feed " in sentence)
+
+
+def test_people_are_told_that_other_work_disturbs(photos):
+    found, text = measured(photos), io.StringIO()
+    for had, said in ((0.5, True), (0.99, False)):
+        rates.show(found | {"core_had": had}, Console(file=text, width=200))
+        assert ("a thread had 50% of a core; trust no figure." in text.getvalue()) == said
+        text.truncate(0)
+
+
+def test_on_gpus_both_ways_to_hand_over_are_told():
+    found = {"copies": True, "device": "NVIDIA H200", "batch_bytes": 38535168, "bytes_per_s": 40.9e9}
+    said = "hand-over: 40.9 GB/s to NVIDIA H200 in batches of 38.5 MB"
+    assert rates._hand_over(found | {"bytes_per_s_unpinned": None}) == said
+    assert rates._hand_over(found | {"bytes_per_s_unpinned": 5.2e9}) == f"{said}, from ordinary memory 5.2 GB/s"
 
 
 # --- the command line ----------------------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ from podscale.options import Options
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod, batch_sharding
 from podscale.recipe import Recipe
+from podscale.report import rates
 
 IMAGES_PER_DEVICE = 256
 SECONDS, ROUNDS = 0.25, 3  # each warm rate is the median of so many stretches, each of at least so long
 LOADER_SECONDS = 1.0
 HAND_OVERS = 20
-GPU_IMAGES_PER_S = 7000.0  # about what ResNet-50 at 224 pixels trains on one H200
 COLD = "read, cold"
 KEPT = ("none", "encoded", "decoded")
 
@@ -92,7 +92,7 @@ def measure(
     hand_over = _hand_over(plan)
     with ThreadPoolExecutor(threads, "podscale-decode") as pool:
         stages = _stages(crops["train"], pool, threads, hand_over["images_per_s"])
-        rates = _crop_rates(crops, pool, threads)
+        whole = _crop_rates(crops, pool, threads)
     found = {
         "recipe": recipe.name,
         "path": recipe.data.path,
@@ -104,12 +104,13 @@ def measure(
         "threads": threads,
         "cores": loader.cpus(),
         "stages": stages,
-        "crops": rates,
+        "crops": whole,
+        "core_had": statistics.median(row["core_had"] for row in whole if row["core_had"] is not None),
         "hand_over": hand_over,
-        "loader": _loader_rates(plan, crops["train"], rates, threads),
+        "loader": _loader_rates(plan, crops["train"], whole, threads),
         "kept": _kept(index, recipe, options),
     }
-    return found | judge(found, feed)
+    return found | rates.judge(found, feed)
 
 
 def _check(images: int, feed: float, threads: int) -> None:
@@ -178,11 +179,11 @@ def _of_all(time_one: Callable[[Crops, slice], dict[str, float]], crops: Crops, 
     """Seconds of each stage for all pictures, if every thread did nothing else: the threads' rates add up."""
     edges = np.linspace(0, len(crops), threads + 1).astype(int).tolist()
     parts = [slice(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
-    rates: dict[str, float] = {}
+    total: dict[str, float] = {}
     for part, found in zip(parts, pool.map(lambda part: time_one(crops, part), parts), strict=True):
         for stage, seconds in found.items():
-            rates[stage] = rates.get(stage, 0.0) + ((part.stop - part.start) / seconds if seconds else math.inf)
-    return {stage: len(crops) / rate for stage, rate in rates.items()}
+            total[stage] = total.get(stage, 0.0) + ((part.stop - part.start) / seconds if seconds else math.inf)
+    return {stage: len(crops) / rate for stage, rate in total.items()}
 
 
 def _is_native(crops: Crops) -> bool:
@@ -227,8 +228,8 @@ def _crop_rates(crops: dict[str, Crops], pool: Executor, threads: int) -> list[d
         for kind, what in crops.items():
             if kept == "none" and hasattr(os, "posix_fadvise"):
                 rows.append({"crop": kind, "kept": "none", "pages": "cold", **_cold_rates(what, pool, threads)})
-            rates = _warm_rates(replace(what, index=index), pool, threads) if index else None
-            rows.append({"crop": kind, "kept": kept, "pages": "warm", **(rates or _row(None, None, threads))})
+            warm = _warm_rates(replace(what, index=index), pool, threads) if index else _row(None, None, threads)
+            rows.append({"crop": kind, "kept": kept, "pages": "warm", **warm})
     return rows
 
 
@@ -256,14 +257,20 @@ def _cold_rates(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
 def _warm_rates(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
     """Medians; one thread and all of them take turns, since a machine's clock may change meanwhile."""
     _seconds(crops, pool)
-    found = [(_rate(crops, None), _rate(crops, pool)) for _ in range(ROUNDS)]
-    one, all_ = (statistics.median(rates) for rates in zip(*found, strict=True))
-    return _row(one, all_, threads)
+    found = []
+    for _ in range(ROUNDS):
+        began, worked = time.perf_counter(), time.thread_time()
+        one = _rate(crops, None)
+        had = (time.thread_time() - worked) / (time.perf_counter() - began)
+        found.append((one, _rate(crops, pool), had))
+    medians = [statistics.median(values) for values in zip(*found, strict=True)]
+    return _row(medians[0], medians[1], threads, medians[2])
 
 
-def _row(one: float | None, all_: float | None, threads: int) -> dict[str, Any]:
+def _row(one: float | None, all_: float | None, threads: int, had: float | None = None) -> dict[str, Any]:
+    """`core_had`: which part of a core one thread got; it waits for nothing, so other work had the rest."""
     scaling = all_ / (threads * one) if one and all_ else None
-    return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling}
+    return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling, "core_had": had}
 
 
 def _rate(crops: Crops, pool: Executor | None) -> float:
@@ -329,9 +336,9 @@ def _hand_over_rate(send: Callable[[], jax.Array], images: int) -> float:
     return HAND_OVERS * images / (time.perf_counter() - began)
 
 
-def _loader_rates(plan: Plan, crops: Crops, rates: list[dict[str, Any]], threads: int) -> dict[str, float | None]:
+def _loader_rates(plan: Plan, crops: Crops, rows: list[dict[str, Any]], threads: int) -> dict[str, float | None]:
     """The whole loader, its batches taken as fast as they come."""
-    expected = {row["kept"]: row["images_per_s_all"] for row in rates if row["crop"] == "train"}
+    expected = {row["kept"]: row["images_per_s_all"] for row in rows if row["crop"] == "train"}
     found: dict[str, float | None] = dict.fromkeys(KEPT)
     with ThreadPoolExecutor(threads) as pool:
         for kept in KEPT:
@@ -359,43 +366,3 @@ def _kept(index: Index, recipe: Recipe, options: Options) -> str:
     limit = options.cache_gib * 2**30 if options.cache_gib else cache.FREE_SHARE * cache.free_bytes()
     encoded, decoded = cache.room(index.bytes), cache.room(decoded_bytes(index))
     return cache.choose(options.cache, encoded, decoded, int(limit), recipe.train.epochs) or "none"
-
-
-# --- the verdict ---------------------------------------------------------------------------------------------------
-
-
-def judge(found: dict[str, Any], feed: float) -> dict[str, Any]:
-    """Whether what was measured feeds `feed` images/s (0: what a GPU would take), what limits it, and a sentence."""
-    rate, wanted = found["loader"][found["kept"]] or found["loader"]["none"], feed or GPU_IMAGES_PER_S
-    limit, cores = _limit(found, rate), math.ceil(wanted * found["threads"] / rate)
-    where = {"none": "from files", "encoded": "from files kept in memory", "decoded": "from pixels kept in memory"}
-    how = f"{rate:,.0f} images/s {where[found['kept']]} with {found['threads']} thread{'s' * (found['threads'] > 1)}"
-    if found["kept"] != "none":
-        how += f" ({found['loader']['none']:,.0f} in the first pass)"
-    if found["hand_over"]["images_per_s"] < wanted:
-        needs = f"{wanted:,.0f} images/s are more than a device takes over"
-    else:
-        whose = "" if feed else "one GPU that trains on "
-        needs = f"{whose}{wanted:,.0f} images/s need{'s' * (not feed)} about {cores} core{'s' * (cores > 1)} like these"
-    if not feed:
-        sentence = f"This machine loads {how}; {limit} limits it; {needs}."
-    elif rate >= feed:
-        sentence = f"This machine can feed {feed:,.0f} images/s: it loads {how}; {limit} limits it."
-    else:
-        sentence = f"This machine cannot feed {feed:,.0f} images/s: it loads {how}; {limit} limits it; {needs}."
-    feeds = rate >= feed if feed else None
-    return {"images_per_s": rate, "feed": feed or None, "feeds": feeds, "limit": limit, "verdict": sentence}
-
-
-def _limit(found: dict[str, Any], rate: float) -> str:
-    crops = [
-        row for row in found["crops"] if (row["crop"], row["kept"], row["pages"]) == ("train", found["kept"], "warm")
-    ]
-    if found["hand_over"]["images_per_s"] < 1.25 * rate:
-        return "hand-over to the device"
-    if rate < 0.75 * (crops[0]["images_per_s_all"] or rate):
-        return "what the loader does besides decoding"
-    if found["kept"] == "decoded":
-        return "the resize"
-    slowest = max(found["stages"], key=lambda row: row["share"] or 0.0)
-    return f"{slowest['stage']} ({slowest['share']:.0%} of the work)"
