@@ -349,16 +349,19 @@ def _loader_rates(plan: Plan, crops: Crops, rows: list[dict[str, Any]], threads:
 
 
 def _loader_rate(plan: Plan, index: Index, images: int, expected: float, threads: int) -> float:
-    """From the first batch to the last, so that the start does not count."""
+    """In the midst of its work: others are in the making when the first counted batch comes, and when the last does."""
     size, sharding = plan.recipe.batch.size, batch_sharding(plan.pod.mesh(plan.tile), axis=2)
-    steps = max(4, math.ceil(LOADER_SECONDS * expected / size)) + 1
-    ranges = [range(step, step + 1) for step in (i % (images // size) for i in range(steps))]
+    steps = max(4, math.ceil(LOADER_SECONDS * expected / size))
+    jobs = range(steps + 2 * loader.AT_ONCE)
+    ranges = [range(step, step + 1) for step in (job % (images // size) for job in jobs)]
     with loader.train_batches(index, plan, ranges, sharding, threads=threads) as batches:
-        next(batches).images.block_until_ready()
-        began = time.perf_counter()
-        for batch in batches:
+        for done, batch in enumerate(batches, start=1):
             batch.images.block_until_ready()
-        return (steps - 1) * size / (time.perf_counter() - began)
+            if done == loader.AT_ONCE:
+                began = time.perf_counter()
+            if done == loader.AT_ONCE + steps:
+                break
+        return steps * size / (time.perf_counter() - began)
 
 
 def _kept(index: Index, recipe: Recipe, options: Options) -> str:

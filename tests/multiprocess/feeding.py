@@ -4,6 +4,7 @@ python feeding.py DATA OUT START STOP CACHE [COORDINATOR PROCESSES PROCESS]
 """
 
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -33,19 +34,24 @@ def main(path, out, start, stop, kinds, *join):
 
 def fed(found, calls):
     """[steps, own positions, ...]: positions, samples, boxes, flips as they are asked for; pixels and labels as fed."""
-    asked, real = [], decode.crop_batch
+    asked, step = {}, threading.local()
+    make, crop_batch = loader._TrainJob.make, decode.crop_batch
 
-    def crop_batch(index, samples, boxes, flips, *rest):
-        asked.append((samples, boxes, flips))
-        real(index, samples, boxes, flips, *rest)
+    def make_one(self, steps, *rest):
+        (step.number,) = steps
+        return make(self, steps, *rest)
 
-    decode.crop_batch = crop_batch
+    def crop(index, samples, boxes, flips, *rest):
+        asked[step.number] = samples, boxes, flips
+        crop_batch(index, samples, boxes, flips, *rest)
+
+    loader._TrainJob.make, decode.crop_batch = make_one, crop
     try:
         with job.train_batches(found, calls) as batches:
             pieces = [(own(batch.images), own(batch.labels)) for batch in batches]
     finally:
-        decode.crop_batch = real
-    samples, boxes, flips = (np.stack(values) for values in zip(*asked, strict=True))
+        loader._TrainJob.make, decode.crop_batch = make, crop_batch
+    samples, boxes, flips = (np.stack(values) for values in zip(*(asked[call.start] for call in calls), strict=True))
     pixels, labels = (np.stack(values) for values in zip(*pieces, strict=True))
     shards = loader._Shards(pod.batch_sharding(found.mesh, axis=2), found.plan.batch_shape, axis=2)
     positions = np.broadcast_to(loader._positions(found.plan, shards).ravel(), samples.shape)

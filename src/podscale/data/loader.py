@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -28,6 +28,8 @@ from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
 from podscale.plan import Plan
 from podscale.recipe import Recipe
+
+AT_ONCE = 2  # batches in the making
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,10 @@ class _Feed:
         self.ended = False  # nothing more will be put
         self.changed = threading.Condition()
 
-    def await_room(self) -> bool:
-        """Waits until fewer than `depth` batches are ready; False where the consumer wants no more."""
+    def await_room(self, making: int) -> bool:
+        """Waits until fewer than `depth` batches are ready or in the making; False where nobody wants more."""
         with self.changed:
-            self.changed.wait_for(lambda: self.ended or len(self.ready) < self.depth)
+            self.changed.wait_for(lambda: self.ended or len(self.ready) + making < self.depth)
             return not self.ended
 
     def put(self, batch: Batch) -> None:
@@ -289,18 +291,27 @@ class _Feed:
 
 
 def _produce(feed: _Feed, jobs: Sequence[Any], maker: Maker) -> None:
+    """Makes batches, two at once: while the last pictures of one are decoded, the next keeps the other threads busy."""
     staging = Staging(maker.device)
+    makers = ThreadPoolExecutor(AT_ONCE, "podscale-batch")
+    making: deque[Future[Batch]] = deque()
     try:
         for i, job in enumerate(jobs):
-            if not feed.await_room():
+            if not feed.await_room(len(making)):
                 break
             for later in jobs[i + 1 : i + 2]:
                 feed.pool.submit(decode.advise, maker.index, maker.ahead(later))
-            feed.put(maker.make(job, feed.pool, staging))
+            making.append(makers.submit(maker.make, job, feed.pool, staging))
+            if len(making) == AT_ONCE:
+                feed.put(making.popleft().result())
+        while making:
+            feed.put(making.popleft().result())
         feed.end()
     except BaseException as error:  # whatever it is, it belongs to the consumer
         feed.end(error)
     finally:
+        feed.pool.shutdown(wait=False, cancel_futures=True)  # after an error, the batch beside it has no use
+        makers.shutdown()
         feed.pool.shutdown()
         staging.close()
 
