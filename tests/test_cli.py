@@ -17,7 +17,7 @@ from podscale.cli import _options, _parser, main
 from podscale.recipe import presets
 
 VERBS = [("train",), ("eval",), ("predict",), ("plan",), ("recipes",), ("bench",), ("bench", "step"), ("data",)]
-VERBS += [("data", "index"), ("data", "prepare")]
+VERBS += [("bench", "input"), ("data", "index"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +23,12 @@ TIMEOUT_S = 120
 HEEDING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 
 
-def start(*arguments):
+def start(*arguments, **variables):
     command = [sys.executable, "-c", HEEDING, sys.executable, "-m", "podscale", "train", *arguments]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | variables
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
 
 
 def test_ctrl_c_while_compiling_ends_with_its_own_code(tmp_path):
@@ -38,6 +42,79 @@ def test_ctrl_c_while_compiling_ends_with_its_own_code(tmp_path):
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "podscale: interrupted; the same command goes on from the last checkpoint"
     assert "Traceback" not in errors
+
+
+TINY = "--model.name resnet8 --model.stem small --model.width 8 --data.image_size 16".split()
+
+
+def photos(root, side, count=16):
+    """A folder of large pictures: most of the time of training on them goes into loading."""
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    for split in ("train", "val"):
+        for name in ("cats", "dogs"):
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(pixels).save(root / split / name / f"{i}.jpg")
+    return root
+
+
+def session(leader):
+    """Processes of the session that a process began, itself apart."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with suppress(OSError):  # it may just have ended
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == leader and int(entry) != leader:
+                    found.append(int(entry))
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads Linux's /proc")
+@pytest.mark.parametrize("cache", ["none", "decoded"])
+def test_ctrl_c_while_loading_leaves_nothing_behind(tmp_path, cache):
+    data, run = photos(tmp_path / "data", 600), tmp_path / "run"
+    (tmp_path / "tmp").mkdir()
+    shared = set(os.listdir("/dev/shm"))
+    more = (
+        f"--batch.size 16 --batch.span 16 --train.epochs 10000 --train.eval_epochs 10000 --plan.cache {cache}".split()
+    )
+    arguments = ["imagefolder", "--data.path", str(data), *TINY, *more, "--run", str(run)]
+    process = start(*arguments, TMPDIR=str(tmp_path / "tmp"))
+    deadline = time.monotonic() + TIMEOUT_S
+    while '"train"' not in text(run / "metrics.jsonl") and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert time.monotonic() - asked < 15
+    assert process.returncode == 130, errors[-2000:]
+    assert errors.splitlines()[-1] == "podscale: interrupted; the same command goes on from the last checkpoint"
+    assert "Traceback" not in errors
+    assert not session(process.pid)
+    assert not os.listdir(tmp_path / "tmp")
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert not [path for path in run.rglob("*") if "tmp" in path.name]
+
+
+def text(path):
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_picture_that_breaks_in_the_middle_is_one_sentence(tmp_path):
+    data, run = photos(tmp_path / "data", 64), tmp_path / "run"
+    (tmp_path / "tmp").mkdir()
+    broken = data / "train" / "dogs" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:-500])
+    more = "--batch.size 16 --batch.span 16 --train.epochs 4 --plan.steps_per_call 1".split()
+    arguments = ["imagefolder", "--data.path", str(data), *TINY, *more, "--run", str(run)]
+    process = start(*arguments, TMPDIR=str(tmp_path / "tmp"))
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert errors.splitlines()[-1].startswith(f"podscale: cannot read {broken}: ")
+    assert "Traceback" not in errors
+    assert not session(process.pid)
+    assert not os.listdir(tmp_path / "tmp")
 
 
 @pytest.mark.processes(2)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from podscale.data.decode import crop
 from podscale.data.index import Index, files_index, open_index
-from podscale.data.loader import Batches, _TrainJob, eval_batches, train_batches
+from podscale.data.loader import Batch, Batches, _TrainJob, eval_batches, train_batches
 from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.randaugment import apply
 from podscale.errors import UserError
@@ -243,31 +243,97 @@ def test_an_error_in_the_background_reaches_the_consumer_once(tmp_path, recipe):
     assert list(batches) == []
 
 
-def test_at_most_depth_batches_are_made_ahead(index, recipe):
+@pytest.mark.parametrize("kind", ["none", "encoded", "decoded"])
+@pytest.mark.parametrize("decoder", ["native", "plain"])
+def test_a_broken_picture_ends_the_loader_whatever_is_kept(tmp_path, recipe, monkeypatch, kind, decoder):
+    monkeypatch.setenv("PODSCALE_DECODER", decoder)
+    paths = [tmp_path / f"{i}.jpg" for i in range(12)]
+    for path in paths:
+        Image.effect_noise((40, 30), 50).save(path)
+    paths[9].write_bytes(paths[9].read_bytes()[:-200])
+    index = files_index(paths)
+    index = index if kind == "none" else index.cached(kind, np.arange(len(index)))
+    with eval_batches(index, recipe, sharding(1, 0), 4) as batches:
+        assert [next(batches).count, next(batches).count] == [4, 4]
+        with pytest.raises(UserError, match=f"cannot read {paths[9]}: "):
+            next(batches)
+    assert not ours()
+    if kind == "decoded":
+        assert index.cache.missing(np.arange(12)).tolist()[0] == 9
+
+
+def test_an_interrupt_of_the_consumer_ends_the_threads(index, recipe):
+    def consume():
+        with eval_batches(index, recipe, sharding(1, 0), 8) as batches:
+            next(batches)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    assert not ours()
+
+
+class Making:
+    """Makes batches as a function says, each of which tells its number."""
+
+    device, index = jax.devices()[0], Index(np.zeros(0, np.int32), np.zeros((0, 2), np.int32))
+
+    def __init__(self, work):
+        self.work = work
+
+    def ahead(self, job):
+        return np.array([], int)
+
+    def make(self, job, pool, staging):
+        self.work(job)
+        return Batch(None, None, job)
+
+
+def test_at_most_depth_batches_are_made_ahead():
     made, enough = [], threading.Semaphore(0)
 
-    class Telling:
-        device = jax.devices()[0]
+    def work(job):
+        made.append(job)
+        enough.release()
 
-        def __init__(self):
-            self.index = index
-
-        def ahead(self, job):
-            return np.array([job])
-
-        def make(self, job, pool, staging):
-            made.append(job)
-            enough.release()
-            return next(real)
-
-    with eval_batches(index, recipe, sharding(1, 0), 64) as real, Batches(range(9), Telling(), 1, depth=3) as batches:
+    with Batches(range(9), Making(work), 1, depth=3) as batches:
         for _ in range(3):
             assert enough.acquire(timeout=10)
         assert not enough.acquire(timeout=0.2)  # full
         next(batches)
         assert enough.acquire(timeout=10)
         assert not enough.acquire(timeout=0.2)
-        assert made == [0, 1, 2, 3]
+        assert sorted(made) == [0, 1, 2, 3]
+
+
+def test_the_next_batch_is_begun_before_one_is_done_and_they_come_in_order():
+    begun = [threading.Event() for _ in range(9)]
+
+    def work(job):
+        begun[job].set()
+        if job % 2 == 0:
+            assert begun[min(job + 1, 8)].wait(10)  # its last picture takes so long
+
+    with Batches(range(9), Making(work), 1, depth=2) as batches:
+        assert [batch.count for batch in batches] == list(range(9))
+
+
+def test_an_error_comes_after_the_batches_before_it_and_no_other_is_awaited():
+    failed = threading.Event()
+
+    def work(job):
+        if job == 2:
+            assert failed.wait(10)
+        if job == 3:
+            failed.set()
+            raise UserError("no such picture")
+
+    with Batches(range(100), Making(work), 1, depth=2) as batches:
+        assert [next(batches).count for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(UserError, match="no such picture"):
+            next(batches)
+        assert not ours()
+        assert list(batches) == []
 
 
 def test_waiting_is_counted(index, recipe):

@@ -165,6 +165,18 @@ def _bench_step(arguments: argparse.Namespace) -> Any:
     return found
 
 
+def _bench_input(arguments: argparse.Namespace) -> Any:
+    recipe = _recipe(arguments)
+    from podscale import bench_input
+    from podscale.report import rates
+
+    pod, options, console = _pod(arguments), _plan_options(arguments), _console(arguments)
+    asked = {name: getattr(arguments, name) for name in ("images", "feed", "threads")}
+    found = bench_input.measure(recipe, pod, options, **asked)
+    rates.show(found, console)
+    return found
+
+
 def _data_index(arguments: argparse.Namespace) -> Any:
     from podscale.data.survey import survey
     from podscale.report import data_words
@@ -259,6 +271,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _options() -> list[str]:
     own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
     own += ["--processes", "--process", "--source", "--longest", "--quality", "--subsampling", "--raw", "--shard-mib"]
+    own += ["--feed", "--threads"]
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -301,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     _takes_recipe(step, "resnet50-imagenet-4k")
     step.add_argument("--images", type=int, default=0, metavar="N", help="images per device (default: batch.size)")
     step.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
+    _takes_bench_input(kinds)
     _data_verbs(verbs)
     return parser
 
@@ -330,6 +344,15 @@ def _takes_source(parser: argparse.ArgumentParser) -> None:
     text = "what the folder holds (default: what is found in it)"
     kinds = ("folder", "tar", "tfrecord", "parquet")
     parser.add_argument("--source", choices=kinds, default="", metavar="|".join(kinds), help=text)
+
+
+def _takes_bench_input(kinds: Any) -> None:
+    text = "images/s from files to the devices, by stage"
+    source = _verb(kinds, "input", _bench_input, text, "bench input --data.path IMAGENET --feed 7000")
+    _takes_recipe(source, "resnet50-imagenet-4k")
+    source.add_argument("--images", type=int, default=512, metavar="N", help="pictures to measure with (default: 512)")
+    source.add_argument("--feed", type=float, default=0.0, metavar="N", help="images/s that shall be fed")
+    source.add_argument("--threads", type=int, default=0, metavar="N", help="decoding threads (default: one a core)")
 
 
 def _verb(verbs: Any, name: str, function: Callable[[Any], Any], text: str, example: str) -> argparse.ArgumentParser:

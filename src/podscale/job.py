@@ -83,7 +83,8 @@ def cached(job: Job, options: Options) -> Job:
     """The same job, with the pictures of this process kept in memory as far as the options and the memory allow."""
     if job.data.train.files is None:
         return job
-    limit = int(options.cache_gib * 2**30) or int(cache.FREE_SHARE * cache.free_bytes()) // pods.processes_here()
+    allowed = options.cache_gib * 2**30 if options.cache_gib else cache.FREE_SHARE * cache.free_bytes()
+    limit = int(allowed) // pods.processes_here()
     own = loader.train_samples(job.plan, pods.batch_sharding(job.mesh, axis=2))
     train = _kept(job.data.train, own, options.cache, limit, job.recipe.train.epochs)
     limit -= train.cache.memory.size if train.cache else 0

@@ -5,6 +5,8 @@ memory is taken as places are filled. Nothing is ever thrown out: a pass visits 
 own, so whatever one threw out would be missed as soon as what one kept.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -80,33 +82,51 @@ def room(lengths: NDArray[np.integer]) -> int:
     return int(_padded(np.asarray(lengths, np.int64)).sum())
 
 
-def free_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its container's if that is less."""
-    found = [_available()]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limits = [_number(limit), _number(used)]
-        if None not in limits:
-            found.append(max(0, limits[0] - limits[1]))  # type: ignore[operator]
-    return min(found)
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still take: the machine's, or less where a control group of its allows less.
+
+    Files that the kernel keeps in memory for later count as free, as they do for the machine as a whole.
+    """
+    return min([_available(root), *(left for group in _groups(root) if (left := _left(group)) is not None)])
 
 
 def _padded(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def _available() -> int:
+def _available(root: Path) -> int:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
+        return _numbers(root / "proc/meminfo")["MemAvailable:"] << 10
+    except (OSError, KeyError):
         return 4 << 30  # a machine that does not say; a laptop has as much
 
 
-def _number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # not there, or "max": no limit
-        return None
+def _groups(root: Path) -> Iterator[Path]:
+    """The control groups that bound this process's memory, and all groups around them, where a container shows them."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            below = Path(path.lstrip("/"))
+            yield from (top / part for part in (below, *below.parents))
+
+
+def _left(group: Path) -> int | None:
+    """What a control group may still take; None where it has no limit."""
+    for limit, used, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        with suppress(OSError, ValueError):  # not there, or "max": no limit
+            room = int((group / limit).read_text()) - int((group / used).read_text())
+            kept = _numbers(group / "memory.stat")
+            return max(0, room + sum(kept.get(f"{prefix}{age}_file", 0) for age in ("active", "inactive")))
+    return None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The lines "name number ..." of a file."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

@@ -201,16 +201,20 @@ def _crop_natively(
     size: int,
     out: NDArray[np.uint8],
 ) -> None:
-    """In this thread; pictures that the native decoder leaves, and those to be shrunk first, in the plain way."""
+    """In this thread; pictures that the native decoder leaves in the plain way, those to be shrunk one by one."""
     assert _native is not None
-    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
     arrays = index.arrays(samples)
+    if arrays is None and index.shrinks(samples).any():
+        if len(samples) > 1:
+            for part in (slice(i, i + 1) for i in range(len(samples))):
+                _crop_natively(index, samples[part], boxes[part], flips[part], size, out[part])
+            return
+        arrays = index.pixels(int(samples[0])).reshape(-1), np.zeros(1, np.int64)
+    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
     if arrays is not None:
         memory, places = arrays
         sizes = np.ascontiguousarray(index.sizes[samples], np.int32)
         left = _native.crop_pixels(memory, places, sizes, edges, mirrored, size, out, 1)
-    elif index.shrinks(samples).any():
-        left = [(i, "to be shrunk first") for i in range(len(samples))]
     else:
         left = _native.crop(*index.sources(samples), edges, mirrored, size, out, 1, MAX_PIXELS)
     for i, _ in left:

@@ -56,7 +56,8 @@ class Index:
 
     def read(self, sample: int) -> bytes:
         """The encoded picture, of an index of files."""
-        return self._files().read(sample)
+        kept = self._kept("encoded", np.array([sample]))
+        return kept.at(sample).tobytes() if kept else self._files().read(sample)
 
     def arrays(self, samples: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
         """Memory that holds the decoded pictures, and where in it each begins; None where they are not kept decoded."""

@@ -13,8 +13,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import jax
@@ -28,6 +28,8 @@ from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
 from podscale.plan import Plan
 from podscale.recipe import Recipe
+
+AT_ONCE = 2  # batches in the making
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def eval_samples(count: int, sharding: NamedSharding, images_per_device: int) ->
 def eval_pictures(
     index: Index, samples: Sequence[int], recipe: Recipe, pool: Executor | None = None
 ) -> NDArray[np.uint8]:
-    """Pictures as evaluation sees them: uint8 [n, size, size, 3]."""
+    """Pictures as evaluation sees them: uint8 [n, size, size, 3]. Any will do, also one that another process keeps."""
+    index = replace(index, cache=None)
     chosen, size = np.asarray(samples, np.int64), recipe.data.image_size
     out = np.empty((len(chosen), size, size, 3), np.uint8)
     boxes = eval_boxes(recipe.data.eval_fraction, index.sizes[chosen])
@@ -248,10 +251,10 @@ class _Feed:
         self.ended = False  # nothing more will be put
         self.changed = threading.Condition()
 
-    def await_room(self) -> bool:
-        """Waits until fewer than `depth` batches are ready; False where the consumer wants no more."""
+    def await_room(self, making: int) -> bool:
+        """Waits until fewer than `depth` batches are ready or in the making; False where nobody wants more."""
         with self.changed:
-            self.changed.wait_for(lambda: self.ended or len(self.ready) < self.depth)
+            self.changed.wait_for(lambda: self.ended or len(self.ready) + making < self.depth)
             return not self.ended
 
     def put(self, batch: Batch) -> None:
@@ -288,18 +291,27 @@ class _Feed:
 
 
 def _produce(feed: _Feed, jobs: Sequence[Any], maker: Maker) -> None:
+    """Makes batches, two at once: while the last pictures of one are decoded, the next keeps the other threads busy."""
     staging = Staging(maker.device)
+    makers = ThreadPoolExecutor(AT_ONCE, "podscale-batch")
+    making: deque[Future[Batch]] = deque()
     try:
         for i, job in enumerate(jobs):
-            if not feed.await_room():
+            if not feed.await_room(len(making)):
                 break
             for later in jobs[i + 1 : i + 2]:
                 feed.pool.submit(decode.advise, maker.index, maker.ahead(later))
-            feed.put(maker.make(job, feed.pool, staging))
+            making.append(makers.submit(maker.make, job, feed.pool, staging))
+            if len(making) == AT_ONCE:
+                feed.put(making.popleft().result())
+        while making:
+            feed.put(making.popleft().result())
         feed.end()
     except BaseException as error:  # whatever it is, it belongs to the consumer
         feed.end(error)
     finally:
+        feed.pool.shutdown(wait=False, cancel_futures=True)  # after an error, the batch beside it has no use
+        makers.shutdown()
         feed.pool.shutdown()
         staging.close()
 
@@ -322,7 +334,7 @@ class Batches:
 
     def __init__(self, jobs: Sequence[Any], maker: Maker, threads: int | None, depth: int) -> None:
         self.wait_s = 0.0  # seconds the consumer has waited, in all
-        self._feed = _Feed(depth, ThreadPoolExecutor(threads or _cpus(), "podscale-decode"))
+        self._feed = _Feed(depth, ThreadPoolExecutor(threads or cpus(), "podscale-decode"))
         self._thread = threading.Thread(
             target=_produce, args=(self._feed, jobs, maker), name="podscale-loader", daemon=True
         )
@@ -356,6 +368,6 @@ class Batches:
         self.close()
 
 
-def _cpus() -> int:
+def cpus() -> int:
     """The CPUs this process may use, which in a container are fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

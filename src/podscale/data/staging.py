@@ -7,6 +7,7 @@ gets its own.
 """
 
 import mmap
+import threading
 from collections import deque
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 
 class Staging:
-    """Memory for the batches of one loader; `close` gives it back."""
+    """Memory for the batches of one loader, which may be made by several threads; `close` gives it back."""
 
     def __init__(self, device: Any) -> None:
         self._client = device.client
@@ -24,28 +25,33 @@ class Staging:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         self._sent: deque[tuple[NDArray[np.uint8], Any]] = deque()  # memory, and the array it goes to
         self._made: list[NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Memory of this shape, with anything in it."""
         size = int(np.prod(shape))
-        self._collect()
-        fitting = self._free.setdefault(size, [])
-        memory = fitting.pop() if fitting else self._make(size)
+        with self._lock:
+            self._collect()
+            fitting = self._free.setdefault(size, [])
+            memory = fitting.pop() if fitting else self._make(size)
         return memory.reshape(shape)
 
     def sent(self, memory: NDArray[np.uint8], array: jax.Array) -> None:
         """`memory`, as it was taken, is on its way to `array`, and may be used again once it has arrived."""
         if self._reused:
-            self._sent.append((memory.reshape(-1), array))
+            with self._lock:
+                self._sent.append((memory.reshape(-1), array))
 
     def close(self) -> None:
         """Waits for what is on its way, then lets go of the memory."""
-        while self._sent:
-            self._sent.popleft()[1].block_until_ready()
-        for memory in self._made if self._pinned else ():
-            self._client.dma_unmap(memory.ctypes.data)
-        self._made.clear()
-        self._free.clear()
+        try:
+            while self._sent:
+                self._sent.popleft()[1].block_until_ready()
+        finally:  # also where a transfer failed
+            for memory in self._made if self._pinned else ():
+                self._client.dma_unmap(memory.ctypes.data)
+            self._made.clear()
+            self._free.clear()
 
     def _collect(self) -> None:
         """Frees what has arrived. Never more than two are on their way: then the older one is waited for."""
