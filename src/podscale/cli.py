@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             result = arguments.verb(arguments)
             if arguments.json and _speaks():
                 print(to_json(result), file=stdout, flush=True)
+        if problem := getattr(arguments, "problem", ""):  # the rest was done, and told
+            raise UserError(problem)
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
         return USER_ERROR
@@ -119,14 +121,13 @@ def _eval(arguments: argparse.Namespace) -> Any:
 
 def _predict(arguments: argparse.Namespace) -> Any:
     from podscale import inference
+    from podscale.report import words
 
-    run = inference.open_run(arguments.run)
-    console = _console(arguments)
-    found = inference.predict(run, arguments.images, arguments.checkpoint)
-    for picture in found:
-        console.print(picture["image"], style="bold", highlight=False, markup=False)
-        for guess in picture["top"]:
-            console.print(f"  {guess['probability']:6.1%}  {guess['class']}", highlight=False, markup=False)
+    run, console, found = inference.open_run(arguments.run), _console(arguments), []
+    for picture in inference.predictions(run, arguments.images, arguments.checkpoint):
+        words.show_prediction(picture, console)
+        found.append(picture)
+    arguments.problem = words.unreadable(found)
     return {"run": str(run.folder), "images": found}
 
 
@@ -295,8 +296,9 @@ def _parser() -> argparse.ArgumentParser:
     _takes_run(evaluate)
     _takes_machine(evaluate)
 
-    predict = _verb(verbs, "predict", _predict, "name what is on pictures", "predict cat.jpg --run runs/mine")
-    predict.add_argument("images", nargs="+", metavar="IMAGE", help="picture files")
+    predict = _verb(verbs, "predict", _predict, "name what is on pictures", "predict cat.jpg PHOTOS --run runs/mine")
+    text = "picture files, folders of them, or - for a list on stdin, one path a line"
+    predict.add_argument("images", nargs="+", metavar="IMAGE", help=text)
     _takes_run(predict)
 
     plan = _verb(

@@ -1,27 +1,27 @@
 """Using what was trained: a run's checkpoint evaluated, or asked what is on a picture."""
 
-from pathlib import Path
-from typing import Any
+import os
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from flax import nnx
 
-from podscale import models, optim
 from podscale import step as steps
+from podscale import weights
 from podscale.checkpoint import Checkpoints
-from podscale.data import loader
-from podscale.data.index import files_index
-from podscale.errors import UserError, nearest
+from podscale.data.pictures import Pictures, listed
+from podscale.errors import UserError
 from podscale.job import Evaluator, prepare
-from podscale.models.functional import Functional, functional
 from podscale.options import Options
 from podscale.pod import Pod, find
 from podscale.run import Run
-from podscale.step import State
 
+T = TypeVar("T")
 TOP = 5
 EVAL_IMAGES = 64  # per device
-PICTURES_AT_ONCE = 64
 
 
 def open_run(folder: str | None) -> Run:
@@ -41,59 +41,53 @@ def evaluate(
     if job.data.classes != run.classes():
         raise UserError(f"{run.recipe.data.path} has other classes than {run.folder} was trained on")
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        step = _step(run, checkpoints, which)
+        step = weights.chosen_step(run, checkpoints, which)
         state = checkpoints.restore(step, job.state)
     return {**Evaluator(job)(state), "checkpoint": step, "run": str(run.folder)}
 
 
 def predict(
-    run: Run, pictures: list[str], which: str = "best", model: nnx.Module | None = None
+    run: Run, pictures: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
 ) -> list[dict[str, Any]]:
-    """The most likely classes of each picture file, most likely first."""
-    index, classes = files_index([Path(p) for p in pictures]).shrunk(run.recipe.data.shrink), run.classes()
-    net, state = _restored(run, which, model)
-    numbers = state.average or {"params": state.params, "stats": state.stats}
-    probabilities = steps.predictor(net, run.recipe)
-    found = []
-    for start in range(0, len(index), PICTURES_AT_ONCE):
-        chosen = range(start, min(start + PICTURES_AT_ONCE, len(index)))
-        pixels = loader.eval_pictures(index, chosen, run.recipe)
-        for i, row in zip(chosen, np.asarray(probabilities(numbers["params"], numbers["stats"], pixels)), strict=True):
-            best = np.argsort(-row, kind="stable")[:TOP]
-            top = [{"class": classes[c], "probability": float(row[c])} for c in best]
-            found.append({"image": index.name(i), "top": top})
-    return found
+    """What is on each picture of these files, folders and lists (`-`); see `predictions`."""
+    return list(predictions(run, pictures, which, model))
+
+
+def predictions(
+    run: Run, pictures: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
+) -> Iterator[dict[str, Any]]:
+    """The same, each as soon as it is known: `image`, and `top`, its most likely classes, most likely first.
+
+    A picture that cannot be read has `error`, one sentence, instead of `top`.
+    """
+    classes, files = run.classes(), Pictures(listed(pictures), run.recipe, jax.devices()[0])
+    trained = weights.of_run(run, which, model)
+    probabilities = steps.predictor(trained.net, run.recipe)
+    params, stats = jax.device_put((trained.params, trained.stats), files.device)
+    first = 0
+    with files.batches() as batches:
+        asked = ((batch.count, probabilities(params, stats, batch.images)) for batch in batches)
+        for count, answer in _one_behind(asked):
+            for number, row in enumerate(np.asarray(answer)[:count], start=first):
+                why = files.problems.get(number)
+                yield {"image": files.names[number]} | ({"error": why} if why else {"top": _top(row, classes)})
+            first += count
+
+
+def _one_behind(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each handed on once the next is under way."""
+    before = list(islice(items, 1))
+    for item in items:
+        yield before.pop()
+        before.append(item)
+    yield from before
+
+
+def _top(row: np.ndarray, classes: tuple[str, ...]) -> list[dict[str, Any]]:
+    best = np.argsort(-row, kind="stable")[:TOP]
+    return [{"class": classes[c], "probability": float(row[c])} for c in best]
 
 
 def restore(run: Run, which: str = "best", model: nnx.Module | None = None) -> nnx.Module:
     """The trained network, ready to be called on normalized images; by the averaged weights if there are."""
-    net, state = _restored(run, which, model)
-    numbers = state.average or {"params": state.params, "stats": state.stats}
-    trained: nnx.Module = net.model(numbers["params"], numbers["stats"])
-    trained.eval()
-    return trained
-
-
-def _restored(run: Run, which: str, model: nnx.Module | None) -> tuple[Functional, State]:
-    recipe, classes = run.recipe, len(run.classes())
-    model = model or models.build(recipe.model, classes, recipe.data.image_size, recipe.train.seed)
-    net, params, stats = functional(model)
-    # The schedule's length has no part in the state's structure, which is all that is wanted here.
-    optimizer = optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0))
-    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        step = _step(run, checkpoints, which)
-        return net, checkpoints.restore(step, steps.initial_state(recipe, params, stats, optimizer))
-
-
-def _step(run: Run, checkpoints: Checkpoints, which: str) -> int:
-    """The step that "best", "newest" or a number names."""
-    known = checkpoints.steps()
-    if not known:
-        raise UserError(f"{run.folder} has no checkpoint yet")
-    if which in ("best", "newest"):
-        return (checkpoints.best() if which == "best" else checkpoints.newest()) or known[-1]
-    if not which.isdecimal() or int(which) not in known:
-        raise UserError(
-            f"{run.folder} has no checkpoint {which!r}: {nearest(which, ['best', 'newest', *map(str, known)])}"
-        )
-    return int(which)
+    return weights.of_run(run, which, model).model()

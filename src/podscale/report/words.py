@@ -52,3 +52,24 @@ def _target(summary: dict[str, Any]) -> str:
         return f"{metric} {value} was not reached"
     with_compile = summary["reached_with_compile_s"]
     return f"{metric} {value} reached in {summary['reached_s']:.1f} s ({with_compile:.1f} s with compilation)"
+
+
+def show_prediction(picture: dict[str, Any], console: Console) -> None:
+    """What is on a picture; nothing of one that cannot be read, which is told at the end."""
+    if "top" not in picture:
+        return
+    console.print(picture["image"], style="bold", highlight=False, markup=False)
+    for guess in picture["top"]:
+        console.print(f"  {guess['probability']:6.1%}  {guess['class']}", highlight=False, markup=False)
+
+
+def unreadable(pictures: list[dict[str, Any]]) -> str:
+    """One sentence about the pictures that could not be read; empty if all could.
+
+    >>> unreadable([{"image": "a.jpg", "top": []}, {"image": "b.jpg", "error": "cannot read b.jpg: it is empty"}])
+    'cannot read b.jpg: it is empty'
+    """
+    problems = [picture["error"] for picture in pictures if "error" in picture]
+    if len(problems) < 2:
+        return "".join(problems)
+    return f"{len(problems)} of {len(pictures)} pictures were left out; the first: {problems[0]}"
