@@ -16,7 +16,17 @@ from podscale import recipe as recipes
 from podscale.cli import _options, _parser, main
 from podscale.recipe import presets
 
-VERBS = [("train",), ("eval",), ("predict",), ("plan",), ("recipes",), ("bench",), ("bench", "step"), ("data",)]
+VERBS = [
+    ("train",),
+    ("eval",),
+    ("predict",),
+    ("export",),
+    ("plan",),
+    ("recipes",),
+    ("bench",),
+    ("bench", "step"),
+    ("data",),
+]
 VERBS += [("bench", "input"), ("data", "index"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
@@ -267,6 +277,9 @@ MISTAKES = [
     (("plan", "--pod", "v9:2x2"), "'v9'"),
     (("eval",), "there is no run under runs"),
     (("bench", "step", "digits", "--images", "8", "--repeats", "0"), "repeats"),
+    (("export", "--to", "x.onnx"), "there is no run under runs"),
+    (("export", "nowhere", "--to", "x.onnx"), "there is no run in nowhere"),
+    (("export",), "--to"),
     (("data",), "WHAT"),
     (("data", "index"), "PATH"),
     (("data", "index", "nowhere"), "there is no folder nowhere"),

@@ -33,12 +33,14 @@ _HOMES = {
     "UserError": "podscale.errors",
 }
 
-__all__ = ["train", *_HOMES]  # noqa: PLE0604 (all of them are strings)
+_VERBS = ("train", "export")  # each is a room and a verb: the module can be called
+
+__all__ = [*_VERBS, *_HOMES]  # noqa: PLE0604 (all of them are strings)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # the room and the verb: the module can be called
-        return importlib.import_module("podscale.train")
+    if name in _VERBS:
+        return importlib.import_module(f"podscale.{name}")
     if name not in _HOMES:
         raise AttributeError(f"podscale has no {name!r}")
     module, _, original = _HOMES[name].partition(":")

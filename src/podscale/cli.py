@@ -131,6 +131,17 @@ def _predict(arguments: argparse.Namespace) -> Any:
     return {"run": str(run.folder), "images": found}
 
 
+def _export(arguments: argparse.Namespace) -> Any:
+    from podscale import export, inference
+
+    run = inference.open_run(arguments.run)
+    found = export.export(run, arguments.to, arguments.format, arguments.checkpoint)
+    accuracy = "not evaluated" if found["accuracy"] is None else f"{found['accuracy']:.2%} right"
+    told = f"{found['format']}, {found['bytes'] / 2**20:,.1f} MiB; checkpoint {found['checkpoint']}, {accuracy}"
+    _console(arguments).print(f"{found['file']}: {told}", highlight=False, markup=False)
+    return found
+
+
 def _plan(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
     from podscale import memory, pod
@@ -272,7 +283,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _options() -> list[str]:
     own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
     own += ["--processes", "--process", "--source", "--longest", "--quality", "--subsampling", "--raw", "--shard-mib"]
-    own += ["--feed", "--threads"]
+    own += ["--feed", "--threads", "--to", "--format"]
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -300,6 +311,14 @@ def _parser() -> argparse.ArgumentParser:
     text = "picture files, folders of them, or - for a list on stdin, one path a line"
     predict.add_argument("images", nargs="+", metavar="IMAGE", help=text)
     _takes_run(predict)
+
+    text = "write a run's model to a file that other programs read"
+    export = _verb(verbs, "export", _export, text, "export runs/mine --to mine.onnx")
+    export.add_argument("run", nargs="?", metavar="RUN", help="the run's folder (default: the newest under runs/)")
+    export.add_argument("--to", required=True, metavar="FILE", help="FILE.safetensors, FILE.stablehlo or FILE.onnx")
+    text = "safetensors, stablehlo, onnx or torchvision (default: by the file's ending)"
+    export.add_argument("--format", default="", metavar="FORMAT", help=text)
+    _takes_checkpoint(export)
 
     plan = _verb(
         verbs, "plan", _plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
@@ -383,6 +402,10 @@ def _takes_machine(parser: argparse.ArgumentParser) -> None:
 
 def _takes_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="the run's folder (default: the newest under runs/)")
+    _takes_checkpoint(parser)
+
+
+def _takes_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", default="best", metavar="WHICH", help="best, newest, or a step (default: best)")
 
 

@@ -1,0 +1,210 @@
+"""A trained run as a file for other programs: each format is read by what it is for and gives the same numbers."""
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import safetensors
+import safetensors.numpy
+from rich.console import Console
+from test_torchvision import scrambled
+
+import podscale
+from podscale import cli, inference, models, recipe, train, weights
+from podscale import pod as pods
+from podscale.data import augment, loader
+from podscale.data.index import open_index
+from podscale.errors import UserError
+from podscale.export import metadata
+from podscale.models.onnx import to_onnx
+from podscale.models.torchvision import from_torchvision, load_torchvision, to_torchvision
+from podscale.run import Run
+from podscale.weights import named
+
+CHANGES = {"model.width": 8, "train.epochs": 1, "train.eval_epochs": 0.5, "optimizer.average": 0.5}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export") / "run"
+    tiny = recipe.load("digits").override(CHANGES)
+    train.train(tiny, pod=pods.of(jax.devices(), "1x2"), folder=folder, console=Console(quiet=True))
+    return Run.load(folder)
+
+
+@pytest.fixture(scope="module")
+def pixels(run):
+    return loader.eval_pictures(open_index(run.recipe.data).val, range(7), run.recipe)
+
+
+@pytest.fixture(scope="module")
+def probabilities(run, pixels):
+    """Of the averaged weights, by the network itself."""
+    logits = jax.jit(inference.restore(run))(augment.normalize(run.recipe, jnp.asarray(pixels)))
+    return np.asarray(jax.nn.softmax(logits))
+
+
+# --- what a file says of itself ------------------------------------------------------------------------------------
+
+
+def test_metadata_says_all_that_another_program_needs(run):
+    notes = metadata(run, 12)
+    assert notes["format"] == "podscale"
+    said = {name: json.loads(value) for name, value in notes.items() if name != "format"}
+    assert said["labels"] == list("0123456789")
+    assert (said["preprocessing"]["image_size"], said["preprocessing"]["eval_fraction"]) == (8, 1.0)
+    assert said["preprocessing"]["mean"] == list(run.recipe.data.mean)
+    assert said["recipe"]["model"]["width"] == 8
+    evals = {line["step"]: line["accuracy"] for line in run.metrics() if line["event"] == "eval"}
+    assert (said["checkpoint"], said["accuracy"]) == (12, evals[12])
+    assert json.loads(metadata(run, 11)["accuracy"]) is None
+
+
+# --- safetensors ---------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_hold_every_number_under_its_name(run, tmp_path):
+    found = podscale.export(run, tmp_path / "model.safetensors", which="newest")
+    assert (found["format"], found["checkpoint"]) == ("safetensors", 12)
+    assert found["bytes"] == (tmp_path / "model.safetensors").stat().st_size
+    arrays = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    trained = weights.of_run(run, "newest")
+    expected = named(trained.params, trained.stats)
+    assert arrays.keys() == expected.keys()
+    assert {"layers.0.conv.kernel", "layers.0.norm.mean", "layers.4.bias"} <= arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, expected[name])
+    with safetensors.safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        assert file.metadata() == metadata(run, 12)
+
+
+# --- StableHLO -----------------------------------------------------------------------------------------------------
+
+READER = """
+import json, sys, zipfile
+import jax, numpy
+from jax import export
+
+with zipfile.ZipFile("model.stablehlo") as file:
+    program = export.deserialize(bytearray(file.read("program.jax")))
+    notes = json.loads(file.read("metadata.json"))
+assert set(program.platforms) == {"cpu", "cuda", "tpu"} and len(notes["labels"]) == 10
+numpy.save("out.npy", program.call(numpy.load("in.npy")))
+assert not [name for name in sys.modules if name.partition(".")[0] in ("podscale", "flax")]
+"""
+
+
+def test_stablehlo_runs_with_nothing_but_jax(run, pixels, probabilities, tmp_path):
+    podscale.export(run, tmp_path / "model.stablehlo")
+    np.save(tmp_path / "in.npy", pixels)
+    subprocess.run([sys.executable, "-c", READER], cwd=tmp_path, check=True, timeout=120)
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), probabilities, rtol=1e-5, atol=1e-6)
+
+
+def test_stablehlo_takes_any_batch(run, pixels, probabilities, tmp_path):
+    from jax import export
+
+    podscale.export(run, tmp_path / "model.stablehlo")
+    with zipfile.ZipFile(tmp_path / "model.stablehlo") as file:
+        program = export.deserialize(bytearray(file.read("program.jax")))
+    for count in (1, 3):
+        np.testing.assert_allclose(program.call(pixels[:count]), probabilities[:count], rtol=1e-5, atol=1e-6)
+
+
+# --- ONNX ----------------------------------------------------------------------------------------------------------
+
+
+def in_onnxruntime(model, images):
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    return session.run(["logits", "probabilities"], {"images": images})
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "size"),
+    [("resnet8", "small", 9), ("resnet18", "conv7", 37), ("resnet50", "space_to_depth", 34)],
+)
+def test_onnx_gives_the_same_logits(name, stem, size):
+    config = recipe.Model(name=name, stem=stem, width=8)
+    whole = recipe.Recipe(model=config, data=recipe.Data(image_size=size))
+    model = models.build(config, 10, size)
+    model.eval()
+    from_torchvision(model, scrambled(to_torchvision(model)))
+    images = np.random.default_rng(1).integers(0, 256, (3, size, size, 3), dtype=np.uint8)
+    expected = np.asarray(jax.jit(model)(augment.normalize(whole, jnp.asarray(images))))
+    logits, chances = in_onnxruntime(to_onnx(model, whole.data, {}).SerializeToString(), images)
+    assert abs(expected).max() > 0.1
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(chances, jax.nn.softmax(expected), rtol=1e-3, atol=1e-5)
+
+
+def test_an_onnx_file_runs_and_describes_itself(run, pixels, probabilities, tmp_path):
+    podscale.export(run.folder, tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
+    assert model.opset_import[0].version >= 17
+    assert {prop.key: prop.value for prop in model.metadata_props} == metadata(run, json.loads(checkpoint(model)))
+    np.testing.assert_allclose(in_onnxruntime(tmp_path / "model.onnx", pixels)[1], probabilities, rtol=1e-4, atol=1e-5)
+
+
+def checkpoint(model):
+    return next(prop.value for prop in model.metadata_props if prop.key == "checkpoint")
+
+
+# --- torchvision ---------------------------------------------------------------------------------------------------
+
+
+def test_torchvisions_layout_goes_out_and_comes_back(run, tmp_path):
+    podscale.export(run, tmp_path / "model.safetensors", "torchvision")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert tensors["conv1.weight"].shape == (8, 3, 3, 3)
+    assert tensors["layer2.0.downsample.1.num_batches_tracked"].shape == ()
+    original, model = inference.restore(run), models.build(run.recipe.model, 10, 8)
+    load_torchvision(model, tmp_path / "model.safetensors")
+    before, after = to_torchvision(original), to_torchvision(model)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_torchvision_itself_takes_the_whole_state_dict(tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
+    model = models.build(recipe.Model(name="resnet18", stem="conv7"), 10, 32)
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in scrambled(to_torchvision(model)).items()}
+    torchvision.models.resnet18(num_classes=10).load_state_dict(tensors, strict=True)
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("to", "form", "words"),
+    [
+        ("model.bin", "", r"the ending of .*model\.bin names no format; use \.safetensors, \.stablehlo, \.onnx"),
+        ("model.bin", "onxx", "no format 'onxx' to export to: did you mean onnx?"),
+        ("none/model.onnx", "", "cannot write .*: no folder .*none"),
+        ("", "onnx", "it is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_in_one_sentence(run, tmp_path, to, form, words):
+    with pytest.raises(UserError, match=words):
+        podscale.export(run, tmp_path / to, form)
+    assert not list(tmp_path.iterdir())
+
+
+def test_onnx_of_another_kind_of_model_is_refused():
+    from flax import nnx
+
+    with pytest.raises(UserError, match="ONNX is written for ResNets, not for a Linear; export to StableHLO"):
+        to_onnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), recipe.Data(), {})
+
+
+def test_the_command_writes_and_tells(run, tmp_path, capfd):
+    assert cli.main(["export", str(run.folder), "--to", str(tmp_path / "m.onnx"), "--checkpoint", "6"]) == 0
+    assert "onnx, 0.1 MiB; checkpoint 6, " in capfd.readouterr().out
+    assert cli.main(["export", str(run.folder), "--to", str(tmp_path / "m.onnx"), "--checkpoint", "7"]) == 2
+    assert "has no checkpoint '7'" in capfd.readouterr().err
