@@ -283,7 +283,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _options() -> list[str]:
     own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
     own += ["--processes", "--process", "--source", "--longest", "--quality", "--subsampling", "--raw", "--shard-mib"]
-    own += ["--feed", "--threads", "--to", "--format"]
+    own += ["--feed", "--threads", "--to", "--format", "--init", "--freeze"]
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -301,6 +301,11 @@ def _parser() -> argparse.ArgumentParser:
     _takes_recipe(train, "digits")
     train.add_argument("--until", metavar="accuracy=X", default="", help="stop at the first evaluation that reaches it")
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
+
+    text = "weights to begin from: a run's folder, .safetensors, or torchvision's .pth; the same as --model.init"
+    train.add_argument("--init", dest="model.init", default=argparse.SUPPRESS, metavar="WEIGHTS", help=text)
+    text = "layers that stay as they are, such as body, which is all but the head; the same as --model.freeze"
+    train.add_argument("--freeze", dest="model.freeze", default=argparse.SUPPRESS, metavar="LAYERS", help=text)
 
     evaluate = _verb(verbs, "eval", _eval, "evaluate a run's checkpoint, exactly", "eval --run runs/mine")
     _takes_fields(evaluate, [("data", SECTIONS["data"])])  # another data set, or the same one elsewhere

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from podscale import models, optim
+from podscale import models, optim, weights
 from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
@@ -30,6 +30,7 @@ from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.run import Run
 from podscale.step import State
+from podscale.weights import Beginning
 
 
 class Job(NamedTuple):
@@ -69,14 +70,25 @@ def assemble(
 ) -> Job:
     """The same for so many pictures, which need not be at hand."""
     model = model or models.build(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
-    net, params, stats = functional(model)
+    net, params, stats = functional(model, recipe.model.freeze)
     schedule = optim.schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
-    optimizer = optim.optimizer(recipe, schedule)
+    optimizer = net.learner(optim.optimizer(recipe, schedule))
     plan = plans.make(recipe, pod, counts, options, footprint(recipe, net, params, stats, optimizer))
     mesh = pod.mesh(plan.tile)
-    state = steps.initial_state(recipe, params, stats, optimizer)
-    state = jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, PartitionSpec()))
+    state = _on_all(mesh, steps.initial_state(recipe, params, stats, optimizer))
     return Job(recipe, plan, mesh, data, net, optimizer, schedule, state)
+
+
+def begun(job: Job) -> tuple[Job, Beginning]:
+    """The same job with the weights that its recipe begins from, and what became of them."""
+    params, stats = jax.device_get((job.state.params, job.state.stats))
+    found = weights.begin(job.recipe.model.init, job.net, params, stats)
+    state = steps.initial_state(job.recipe, found.params, found.stats, job.optimizer)
+    return job._replace(state=_on_all(job.mesh, state)), found
+
+
+def _on_all(mesh: Mesh, state: State) -> State:
+    return jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, PartitionSpec()))
 
 
 def cached(job: Job, options: Options) -> Job:

@@ -35,7 +35,7 @@ def footprint(
     averages = 1 + bool(recipe.optimizer.average)
     image_bytes = 3 * recipe.data.image_size**2
     return Memory(
-        parameters=_bytes(params) * (averages + 1) + _bytes(stats) * averages,  # the gradient is one more
+        parameters=_bytes(params) * averages + _bytes(net.split(params)[0]) + _bytes(stats) * averages,  # and gradients
         optimizer=_bytes(jax.eval_shape(optimizer.init, params)),
         input_per_image=image_bytes,
         activations_per_image=int(KEPT_PER_OUTPUT * _output_bytes(recipe, net, params, stats)) + 3 * image_bytes,
@@ -81,6 +81,6 @@ def planned(recipe: Recipe, pod: Pod, options: Options) -> Plan:
         counts = Counts(len(found.train), len(found.val), len(found.classes))
     Order(counts.train, data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
     model = nnx.eval_shape(lambda: models.build(recipe.model, counts.classes, data.image_size))
-    net, params, stats = functional(model)
-    optimizer = optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0))
+    net, params, stats = functional(model, recipe.model.freeze)
+    optimizer = net.learner(optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0)))
     return plans.make(recipe, pod, counts, options, footprint(recipe, net, params, stats, optimizer))

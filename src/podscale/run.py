@@ -5,6 +5,7 @@
     checkpoints/    what was learnt           tensorboard/    the same curves for TensorBoard
     summary.json    how it ended              report.html     all of it to look at
     sample.png      a validation picture, to try `predict` with
+    init.json       the weights it began from, if any
     lock            whose it is, while it is trained
     damaged/        checkpoints that were found not to be whole, if any
     programs/       of a deterministic run on GPU: what was compiled
@@ -67,6 +68,14 @@ class Run:
             raise UserError(f"{folder} holds a run on other data ({told}); choose another folder with --run")
 
     @classmethod
+    def check_init(cls, folder: Path, digest: str) -> None:
+        """Refuses to go on from other weights than the run began from."""
+        before = _read_json(folder / "init.json")
+        if before is not None and digest not in ("", before["digest"]):
+            told = f"its weights {before['source']} had digest {before['digest']}, now {digest}"
+            raise UserError(f"{folder} holds a run that began otherwise ({told}); choose another folder with --run")
+
+    @classmethod
     def create(cls, folder: Path, recipe: Recipe, plan: dict[str, Any], classes: tuple[str, ...]) -> "Run":
         """The folder of a run that begins or resumes."""
         cls.check(folder, recipe)
@@ -107,6 +116,10 @@ class Run:
     @property
     def programs(self) -> Path:
         return self.folder / "programs"
+
+    def has_checkpoints(self) -> bool:
+        """Whether there is anything to resume from, whole or not."""
+        return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
 
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the model's outputs."""
@@ -199,12 +212,12 @@ def whole_lines(path: Path) -> list[str]:
 
 
 def _differences(old: Recipe, new: Recipe) -> str:
-    """What differs, in words: "train.seed 0, now 1". Where the data lies is the machine's affair, not the recipe's."""
+    """What differs, in words: "train.seed 0, now 1". Where data and weights lie is the machine's affair."""
     before, after = old.to_dict(), new.to_dict()
     found = [
         f"{section}.{field} {value}, now {after[section][field]}"
         for section, fields in before.items()
         for field, value in fields.items()
-        if value != after[section][field] and (section, field) != ("data", "path")
+        if value != after[section][field] and (section, field) not in (("data", "path"), ("model", "init"))
     ]
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")

@@ -110,7 +110,7 @@ def _update(
     recipe = plan.recipe
     grads, moments, seen = _pod_sums(plan, _local_sums(net, plan, state, images, labels))
     updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params = net.moved(state.params, updates)
     stats = norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
     average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
     grad_norm = optax.tree.norm(grads)
@@ -132,8 +132,10 @@ def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, la
     recipe, micro_batches = plan.recipe, plan.micro_batches
     positions = plan.positions(lax.axis_index(BATCH_AXES))
     share_of_moments = 1 / (micro_batches * plan.pod.size)
+    learnt, still = net.split(state.params)
 
-    def loss_of(params: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
+    def loss_of(learnt: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
+        params = net.joined(learnt, still)
         inputs, targets = augment.prepare(recipe, images, labels, state.step, positions, plan.counts.classes)
         logits, moments = net.train(params, state.stats, inputs, plan.groups)
         losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
@@ -142,7 +144,7 @@ def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, la
         return loss, (jax.tree.map(lambda m: m * share_of_moments, moments), {"loss": loss, "correct": correct})
 
     def one(micro: tuple[jax.Array, ...]) -> tuple[Tree, ...]:
-        grads, (moments, seen) = jax.grad(loss_of, has_aux=True)(state.params, *micro)
+        grads, (moments, seen) = jax.grad(loss_of, has_aux=True)(learnt, *micro)
         return grads, moments, seen
 
     if micro_batches == 1:

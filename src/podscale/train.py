@@ -1,5 +1,6 @@
 """The train-and-evaluate loop: recipe + pod -> a trained model in a run folder. Read it from top to bottom."""
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -15,15 +16,16 @@ from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
 from podscale.errors import PreemptedError
 from podscale.faults import Stop
-from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, prepare, train_batches
+from podscale.job import Evaluator, Job, begun, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.report.counting import counting
 from podscale.report.words import table
-from podscale.run import Claim, Run
+from podscale.run import Claim, Run, write_atomically
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
+from podscale.weights import Beginning, file_digest
 
 
 def train(
@@ -51,12 +53,15 @@ def train(
         with counting(console, "indexing") as progress:
             job = prepare(recipe, pod, options, model, progress)
         job = cached(job, options)
+        job, beginning = _begun(job, folder)
         facts, claim = input_facts(job), Claim(folder)
-        run = _opened(job, claim, facts, folder)
+        run = _opened(job, beginning, claim, facts, folder)
     console.print(table("plan", [*job.plan.rows(), *_decoding(facts)]))
+    if beginning:
+        console.print(beginning.told(), highlight=False, markup=False)
     with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
         with ledger.measure("restore"):
-            job, start = _resumed(job, checkpoints, console)
+            job, start = _resumed(job, beginning, checkpoints, console)
         teller = Teller(run, job.plan, ledger, console, start, until)
         if start == job.plan.steps or teller.reached():
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
@@ -68,12 +73,22 @@ def train(
             teller.close()
 
 
-def _opened(job: Job, claim: Claim, facts: dict[str, Any], folder: Path) -> Run:
+def _begun(job: Job, folder: Path) -> tuple[Job, Beginning | None]:
+    """The job with the weights that its recipe begins from; they are not read again once there is a checkpoint."""
+    if not job.recipe.model.init or Run(folder, job.recipe).has_checkpoints():
+        return job, None
+    return begun(job)
+
+
+def _opened(job: Job, beginning: Beginning | None, claim: Claim, facts: dict[str, Any], folder: Path) -> Run:
     """The run's folder, which the first process claims and fills; if it cannot, all of them end."""
 
     def fill() -> None:
+        Run.check_init(folder, beginning.digest if beginning else file_digest(job.recipe.model.init))
         claim.take()
         Run.create(folder, job.recipe, job.plan.to_dict() | {"input": facts}, job.data.classes)
+        if beginning:
+            write_atomically(folder / "init.json", json.dumps(beginning.to_dict(), indent=1))
         Image.fromarray(loader.eval_pictures(job.data.val, [0], job.recipe)[0]).save(folder / "sample.png")
 
     pods.by_the_first(fill)
@@ -89,7 +104,7 @@ def _decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [("decoder", f"{facts['decoder']}; {memory}")]
 
 
-def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job, int]:
+def _resumed(job: Job, beginning: Beginning | None, checkpoints: Checkpoints, console: Console) -> tuple[Job, int]:
     """The job with the newest whole checkpoint's state, and the number of updates done."""
     while (newest := checkpoints.newest()) is not None:
         try:
@@ -101,6 +116,8 @@ def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job,
             return job._replace(state=state), newest
         aside = checkpoints.set_aside(newest)
         console.print(f"checkpoint {newest} is damaged ({why}); it lies in {aside} now", style="bold red", markup=False)
+    if job.recipe.model.init and not beginning:  # there were checkpoints, but none of them was whole
+        job, beginning = begun(job)
     return job, 0
 
 

@@ -82,7 +82,7 @@ def _onnx() -> Any:
 
 def _normalized(graph: _Graph, data: Data) -> str:
     """Pixels to what the model takes, by the same arithmetic as `augment.normalize`, and channels first."""
-    mean, std = np.float32(data.mean), np.float32(data.std)
+    mean, std = np.asarray(data.mean, np.float32), np.asarray(data.std, np.float32)
     x = graph.add("Cast", ["images"], "pixels", to=1)  # to float32
     x = graph.add("Mul", [x, graph.constant("scale", 1 / (255 * std))], "scaled")
     x = graph.add("Sub", [x, graph.constant("shift", mean / std)], "normalized")

@@ -16,6 +16,7 @@ import safetensors.numpy
 from flax import nnx
 
 from podscale.errors import UserError
+from podscale.models.functional import dotted
 from podscale.models.resnet import BasicBlock, BottleneckBlock, Conv, Head, ResNet, Stem
 from podscale.norm import BatchNorm
 
@@ -41,12 +42,7 @@ class _Place:
 
 def load_torchvision(model: nnx.Module, path: str | Path) -> None:
     """Fill a ResNet from a `.safetensors` file, or from a `.pth` or `.pt` file that holds a torch state dict."""
-    path = Path(path)
-    if path.suffix not in _READERS:
-        raise UserError(f"weights {path} must be one of {', '.join(_READERS)}")
-    if not path.is_file():
-        raise UserError(f"there is no weights file {path}")
-    from_torchvision(model, _READERS[path.suffix](path))
+    from_torchvision(model, read_tensors(Path(path)))
 
 
 def from_torchvision(model: nnx.Module, tensors: dict[str, np.ndarray]) -> None:
@@ -68,6 +64,27 @@ def from_torchvision(model: nnx.Module, tensors: dict[str, np.ndarray]) -> None:
 def to_torchvision(model: nnx.Module) -> dict[str, np.ndarray]:
     """The parameters and running statistics of a ResNet, named and shaped like torchvision's."""
     return {name: place.read() for name, place in _places(model)}
+
+
+def is_torchvision(tensors: dict[str, np.ndarray]) -> bool:
+    """Whether tensors are named like those of torchvision's ResNets."""
+    return "conv1.weight" in tensors and "bn1.running_mean" in tensors
+
+
+def renamed(model: nnx.Module, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """torchvision's tensors by our names and in our order of axes, whatever their sizes."""
+    ours = {id(node): dotted(path) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
+    places, found = dict(_places(model)), {}
+    for name, tensor in tensors.items():
+        if name.endswith("num_batches_tracked"):
+            continue
+        if name not in places:
+            raise UserError(f"{name} has no place in this model")
+        place = places[name]
+        if tensor.ndim != len(place.to_theirs):
+            raise UserError(f"{name} has shape {tensor.shape}, wanted {place.shape}")
+        found[ours[id(place.variable)]] = tensor.transpose(np.argsort(place.to_theirs))
+    return found
 
 
 # --- names -------------------------------------------------------------------------------------------------------
@@ -115,6 +132,15 @@ def _head(head: Head) -> Iterator[tuple[str, _Place]]:
 
 
 # --- files -------------------------------------------------------------------------------------------------------
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """What a `.safetensors` file holds, or a `.pth` or `.pt` file with a torch state dict."""
+    if path.suffix not in _READERS:
+        raise UserError(f"weights {path} must be one of {', '.join(_READERS)}")
+    if not path.is_file():
+        raise UserError(f"there is no weights file {path}")
+    return _READERS[path.suffix](path)
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
