@@ -203,6 +203,13 @@ def test_onnx_of_another_kind_of_model_is_refused():
         to_onnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), recipe.Data(), {})
 
 
+@pytest.mark.parametrize(("to", "package"), [("m.onnx", "onnx"), ("m.stablehlo", "flatbuffers")])
+def test_a_format_whose_package_is_not_there_says_what_to_install(run, tmp_path, monkeypatch, to, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs the package {package}: pip install 'podscale\[export\]'"):
+        podscale.export(run, tmp_path / to)
+
+
 def test_the_command_writes_and_tells(run, tmp_path, capfd):
     assert cli.main(["export", str(run.folder), "--to", str(tmp_path / "m.onnx"), "--checkpoint", "6"]) == 0
     assert "onnx, 0.1 MiB; checkpoint 6, " in capfd.readouterr().out

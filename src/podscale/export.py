@@ -140,16 +140,17 @@ def _stablehlo(run: Run, trained: Trained, notes: dict[str, str]) -> bytes:
 
 def _program(run: Run, trained: Trained) -> bytes:
     """Pixels uint8 [batch, size, size, 3] to probabilities, for any batch, with the weights inside."""
+    try:
+        import flatbuffers  # noqa: F401 (JAX writes with it, and does not bring it along)
+    except ImportError:
+        raise UserError("writing StableHLO needs the package flatbuffers: pip install 'podscale[export]'") from None
     from jax import export as jax_export  # not an attribute of `jax` until it is imported
 
     predict, size = steps.predictor(trained.net, run.recipe), run.recipe.data.image_size
     params, stats = jax.device_get((trained.params, trained.stats))
     pixels = jax.ShapeDtypeStruct((*jax_export.symbolic_shape("batch"), size, size, 3), np.uint8)
-    try:
-        exported = jax_export.export(jax.jit(lambda images: predict(params, stats, images)), platforms=PLATFORMS)
-        return bytes(exported(pixels).serialize())
-    except ModuleNotFoundError as error:
-        raise UserError(f"writing StableHLO needs the package {error.name}: pip install 'podscale[export]'") from None
+    exported = jax_export.export(jax.jit(lambda images: predict(params, stats, images)), platforms=PLATFORMS)
+    return bytes(exported(pixels).serialize())
 
 
 _WRITERS: dict[str, Callable[[Run, Trained, dict[str, str]], bytes]] = {
