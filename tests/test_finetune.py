@@ -1,6 +1,7 @@
 """Training that begins from weights: what is taken, what is drawn anew, what stays frozen, and what is refused."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from podscale import cli, models, optim, train, weights
 from podscale import job as jobs
 from podscale import pod as pods
 from podscale import recipe as recipes
+from podscale.checkpoint import Checkpoints
 from podscale.data import augment, decode
 from podscale.data.index import open_index
 from podscale.data.order import Order, crop_boxes
@@ -262,8 +264,13 @@ def test_a_run_begins_from_a_run_and_resumes_without_it(first, tmp_path, capsys)
         second(folder, source)
     source.unlink()
     assert second(folder, source)["steps"] == 3  # it is not needed any more
-    with pytest.raises(UserError, match=r"another recipe \(model\.freeze \['body'\], now \['layers\.0'\]\)"):
-        second(folder, source, **{"model.freeze": "layers.0"})
+    for changes, words in (
+        ({"model.freeze": "layers.0"}, "model.freeze ['body'], now ['layers.0']"),
+        ({"model.freeze": []}, "model.freeze ['body'], now none"),
+        ({"model.init": ""}, f"model.init {source}, now none"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"another recipe ({words})")):
+            second(folder, source, **changes)
 
 
 def test_killed_before_its_first_checkpoint_it_begins_from_the_same_weights_or_not_at_all(first, tmp_path):
@@ -273,6 +280,12 @@ def test_killed_before_its_first_checkpoint_it_begins_from_the_same_weights_or_n
     job = jobs.prepare(recipe, pods.of(jax.devices(), "1x1"))
     job, beginning = jobs.begun(job)
     np.testing.assert_array_equal(job.state.params["layers"][0]["conv"]["kernel"], arrays["layers.0.conv.kernel"])
+    with Checkpoints(tmp_path / "none") as nothing:  # as if there had been some, but none of them whole
+        again, step = train._resumed(
+            jobs.prepare(recipe, pods.of(jax.devices(), "1x1")), None, nothing, Console(quiet=True)
+        )
+    assert step == 0
+    np.testing.assert_array_equal(again.state.params["layers"][4]["kernel"], arrays["layers.4.kernel"])
     folder = tmp_path / "run"
     Run.create(folder, recipe, job.plan.to_dict(), job.data.classes)
     (folder / "init.json").write_text(json.dumps(beginning.to_dict() | {"digest": "0" * 16}))

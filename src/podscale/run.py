@@ -215,9 +215,18 @@ def _differences(old: Recipe, new: Recipe) -> str:
     """What differs, in words: "train.seed 0, now 1". Where data and weights lie is the machine's affair."""
     before, after = old.to_dict(), new.to_dict()
     found = [
-        f"{section}.{field} {value}, now {after[section][field]}"
+        f"{section}.{field} {_said(value)}, now {_said(after[section][field])}"
         for section, fields in before.items()
         for field, value in fields.items()
-        if value != after[section][field] and (section, field) not in (("data", "path"), ("model", "init"))
+        if value != after[section][field] and not _is_place(f"{section}.{field}", value, after[section][field])
     ]
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _is_place(field: str, old: Any, new: Any) -> bool:
+    """Whether a field only says where something lies; what lies there is compared elsewhere."""
+    return field == "data.path" or bool(field == "model.init" and old and new)
+
+
+def _said(value: Any) -> Any:
+    return "none" if value in ("", []) else value
