@@ -24,7 +24,7 @@ from podscale.data.index import open_index
 from podscale.errors import UserError
 from podscale.export import metadata
 from podscale.models.onnx import to_onnx
-from podscale.models.torchvision import from_torchvision, load_torchvision, to_torchvision
+from podscale.models.torchvision import from_torchvision, load_torchvision, state_dict, to_torchvision
 from podscale.run import Run
 from podscale.weights import named
 
@@ -170,12 +170,27 @@ def test_torchvisions_layout_goes_out_and_comes_back(run, tmp_path):
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_torchvision_itself_takes_the_whole_state_dict(tmp_path):
+def test_a_state_dict_has_torchvisions_names():
+    model = models.build(recipe.Model(name="resnet50", stem="space_to_depth", width=8), 10, 32)
+    tensors = state_dict(model)
+    assert len(tensors) == 320  # as many as torchvision's resnet50 has
+    assert sum(name.endswith("num_batches_tracked") for name in tensors) == 53
+
+
+def test_torchvision_itself_takes_the_whole_state_dict_and_gives_the_same_logits():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
-    model = models.build(recipe.Model(name="resnet18", stem="conv7"), 10, 32)
-    tensors = {name: torch.from_numpy(tensor) for name, tensor in scrambled(to_torchvision(model)).items()}
-    torchvision.models.resnet18(num_classes=10).load_state_dict(tensors, strict=True)
+    model = models.build(recipe.Model(name="resnet18", stem="space_to_depth"), 10, 64)
+    model.eval()
+    from_torchvision(model, scrambled(to_torchvision(model)))
+    theirs = torchvision.models.resnet18(num_classes=10).eval()
+    tensors = {name: torch.from_numpy(tensor.copy()) for name, tensor in state_dict(model).items()}
+    assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in theirs.state_dict().items()}
+    theirs.load_state_dict(tensors, strict=True)
+    images = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype(np.float32)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
+    np.testing.assert_allclose(logits, jax.jit(model)(jnp.asarray(images)), rtol=1e-4, atol=1e-4)
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from podscale import step as steps
 from podscale import weights
 from podscale.errors import UserError, nearest
 from podscale.models.onnx import to_onnx
-from podscale.models.torchvision import to_torchvision
+from podscale.models.torchvision import state_dict
 from podscale.recipe import Data
 from podscale.run import Run, to_json
 from podscale.weights import Trained, named
@@ -117,10 +117,7 @@ def _safetensors(run: Run, trained: Trained, notes: dict[str, str]) -> bytes:
 
 
 def _torchvision(run: Run, trained: Trained, notes: dict[str, str]) -> bytes:
-    """With torchvision's counters of batches, which nothing here or there uses, so that the names are all of its."""
-    tensors = to_torchvision(trained.model())
-    counters = [name.replace("running_var", "num_batches_tracked") for name in tensors if name.endswith("running_var")]
-    return safetensors.numpy.save(tensors | {name: np.zeros((), np.int64) for name in counters}, notes)
+    return safetensors.numpy.save(state_dict(trained.model()), notes)
 
 
 def _onnx(run: Run, trained: Trained, notes: dict[str, str]) -> bytes:

@@ -66,6 +66,13 @@ def to_torchvision(model: nnx.Module) -> dict[str, np.ndarray]:
     return {name: place.read() for name, place in _places(model)}
 
 
+def state_dict(model: nnx.Module) -> dict[str, np.ndarray]:
+    """All names of torchvision's state dict: also its counters of batches, which neither side needs."""
+    tensors = to_torchvision(model)
+    counters = [name.replace("running_var", "num_batches_tracked") for name in tensors if name.endswith("running_var")]
+    return tensors | {name: np.zeros((), np.int64) for name in counters}
+
+
 def is_torchvision(tensors: dict[str, np.ndarray]) -> bool:
     """Whether tensors are named like those of torchvision's ResNets."""
     return "conv1.weight" in tensors and "bn1.running_mean" in tensors
