@@ -15,6 +15,7 @@ from rich.console import Console
 from podscale import cli, inference, train
 from podscale import pod as pods
 from podscale import recipe as recipes
+from podscale import step as steps
 from podscale.data.pictures import listed
 from podscale.errors import UserError
 from podscale.run import Run
@@ -63,10 +64,13 @@ def test_what_is_named_and_not_there_is_refused(tmp_path, monkeypatch, path, wor
         listed(["-"], io.StringIO(""))
 
 
-def test_many_pictures_are_predicted_in_order_as_each_alone(run, tmp_path):
+def test_many_pictures_are_predicted_in_order_as_each_alone(run, tmp_path, monkeypatch):
     """Three batches, the last one padded; one shape, so one compilation."""
-    paths = [save(tmp_path / f"{i:03}.png", i) for i in range(130)]
+    paths, made = [save(tmp_path / f"{i:03}.png", i) for i in range(130)], []
+    predictor = steps.predictor
+    monkeypatch.setattr(steps, "predictor", lambda *args: made.append(predictor(*args)) or made[-1])
     found = inference.predict(run, [tmp_path])
+    assert made[0]._cache_size() == 1
     assert [picture["image"] for picture in found] == paths
     for number in (0, 63, 64, 129):
         (alone,) = inference.predict(run, [paths[number]])

@@ -149,6 +149,7 @@ class Plan:
             ("recipe", f"{self.recipe.name} {self.recipe.digest()}"),
             ("data", f"{self.counts.train:,} train, {self.counts.val:,} val, {self.counts.classes:,} classes"),
             ("model", f"{self.recipe.model.name}, {self.recipe.data.image_size} px, {self.recipe.model.precision}"),
+            *([("frozen", ", ".join(self.recipe.model.freeze))] if self.recipe.model.freeze else []),
             ("pod", f"{p.kind}, {p.shape} torus" + (f" x {p.cores} cores" if p.cores > 1 else "") + _plural_hosts(p)),
             ("batch", f"{b.size:,} images, {self.images_per_device} a device" + _slices(self)),
             ("batch norm", norm),
