@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from podscale import plan as plans
 from podscale import recipe as recipes
-from podscale.data import cache, decode, loader
+from podscale.data import cache, cropping, decode, loader
 from podscale.data.files import Progress
 from podscale.data.index import Index, open_index
 from podscale.data.order import Order, crop_boxes, eval_boxes
@@ -54,7 +54,7 @@ class Crops:
         return len(self.samples)
 
     def make(self, part: slice) -> None:
-        decode.crop_batch(
+        cropping.crop_batch(
             self.index, self.samples[part], self.boxes[part], self.flips[part], self.out.shape[1], self.out[part]
         )
 
@@ -283,8 +283,8 @@ def _rate(crops: Crops, pool: Executor | None) -> float:
 
 def _seconds(crops: Crops, pool: Executor | None, passes: int = 1) -> float:
     """Of some passes over the pictures, in the loader's portions, without a pause between passes."""
-    starts = range(0, len(crops), decode.PICTURES_PER_TASK)
-    parts = [slice(start, start + decode.PICTURES_PER_TASK) for start in starts] * passes
+    starts = range(0, len(crops), cropping.PICTURES_PER_TASK)
+    parts = [slice(start, start + cropping.PICTURES_PER_TASK) for start in starts] * passes
     began = time.perf_counter()
     for _ in map(crops.make, parts) if pool is None else pool.map(crops.make, parts):
         pass

@@ -6,6 +6,7 @@
     summary.json    how it ended              report.html     all of it to look at
     sample.png      a validation picture, to try `predict` with
     lock            whose it is, while it is trained
+    bad-pictures-N.txt  pictures that process N could not read, if any
     damaged/        checkpoints that were found not to be whole, if any
     programs/       of a deterministic run on GPU: what was compiled
 
@@ -103,6 +104,10 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    def bad_pictures(self, process: int) -> Path:
+        """Where a process lists the pictures that it could not read."""
+        return self.folder / f"bad-pictures-{process}.txt"
 
     @property
     def programs(self) -> Path:

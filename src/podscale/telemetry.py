@@ -185,6 +185,18 @@ class Teller:
             with self.bearing(OSError):
                 page.write(self.run)
 
+    def met(self, bad_pictures: list[str]) -> None:
+        """Tells of pictures that cannot be read, once each, and lists them in the run; each process its own."""
+        if not bad_pictures:
+            return
+        path = self.run.bad_pictures(jax.process_index())
+        known = set(whole_lines(path))
+        fresh = [why for why in bad_pictures if why not in known]
+        for why in fresh:
+            self.console.print(f"warning: {why}", style="bold red", markup=False, highlight=False)
+        with self.bearing(OSError), path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{why}\n" for why in fresh)
+
     @contextmanager
     def bearing(self, *kinds: type[Exception]) -> Iterator[None]:
         """Goes on after such an error inside, with a loud warning: a disk that is full now may not stay so."""

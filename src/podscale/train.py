@@ -115,6 +115,7 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
         for number, done in enumerate(calls):
             with ledger.measure("input wait"):
                 batch = next(batches)
+            teller.met(batches.bad.news())
             with ledger.measure("train"):
                 state, metrics = call(state, batch.images, batch.labels, np.int32(batch.count))
                 teller.trained(done, metrics)
@@ -128,6 +129,7 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                 with ledger.measure("evaluate"):
                     found = evaluate(state)
                 accuracy = found["accuracy"]
+                teller.met(evaluate.unreadable)
                 teller.evaluated(done.stop, found)
             with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
                 checkpoints.save(done.stop, state, accuracy)
