@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from podscale import plan as plans
 from podscale import recipe as recipes
 from podscale.data import cache, decode, loader
-from podscale.data.files import Progress
 from podscale.data.index import Index, decoded_bytes, open_index
 from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
@@ -79,11 +78,10 @@ def measure(
     images: int = 512,
     feed: float = 0.0,
     threads: int = 0,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Images per second, by stage, crop, cache and threads, and a verdict on feeding `feed` images/s (0: one GPU's)."""
     _check(images, feed, threads)
-    index = open_index(replace(recipe.data, classes=0, train_samples=0, val_samples=0), progress).train
+    index = open_index(replace(recipe.data, classes=0, train_samples=0, val_samples=0)).train
     if index.files is None:
         raise UserError(f'data.source "{recipe.data.source}" is in memory; `bench input` measures pictures in files')
     threads = threads or loader.cpus()
