@@ -152,7 +152,8 @@ def _stages(crops: Crops, pool: Executor, threads: int, handed_over: float) -> l
     """Each stage alone: images/s of one core, of all threads at once, and its share of the time if files are warm."""
     time_one = _native_stages if _is_native(crops) else _plain_stages
     crops.make(slice(None))  # the files are in the page cache from here on
-    one, all_ = time_one(crops, slice(None)), _of_all(time_one, crops, pool, threads)
+    rounds = [(time_one(crops, slice(None)), _of_all(time_one, crops, pool, threads)) for _ in range(ROUNDS)]
+    one, all_ = (_medians(list(found)) for found in zip(*rounds, strict=True))
     one["hand-over"] = all_["hand-over"] = len(crops) / handed_over
     whole = sum(one.values())
     shares = {stage: seconds / whole for stage, seconds in one.items()}
@@ -171,6 +172,10 @@ def _stages(crops: Crops, pool: Executor, threads: int, handed_over: float) -> l
         for stage, seconds in one.items()
         if seconds
     ]
+
+
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
+    return {stage: statistics.median(seconds[stage] for seconds in found) for stage in found[0]}
 
 
 def _of_all(time_one: Callable[[Crops, slice], dict[str, float]], crops: Crops, pool: Executor, threads: int) -> Any:
