@@ -103,7 +103,7 @@ def measure(
         "cores": loader.cpus(),
         "stages": stages,
         "crops": whole,
-        "core_had": statistics.median(row["core_had"] for row in whole if row["core_had"] is not None),
+        "cores_had": statistics.median(row["cores_had"] for row in whole if row["cores_had"] is not None),
         "hand_over": hand_over,
         "loader": _loader_rates(plan, crops["train"], whole, threads),
         "kept": _kept(index, recipe, options),
@@ -262,18 +262,19 @@ def _warm_rates(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
     _seconds(crops, pool)
     found = []
     for _ in range(ROUNDS):
-        began, worked = time.perf_counter(), time.thread_time()
         one = _rate(crops, None)
-        had = (time.thread_time() - worked) / (time.perf_counter() - began)
-        found.append((one, _rate(crops, pool), had))
+        began, worked = time.perf_counter(), time.process_time()
+        all_ = _rate(crops, pool)
+        had = (time.process_time() - worked) / (time.perf_counter() - began)
+        found.append((one, all_, had / min(threads, loader.cpus())))
     medians = [statistics.median(values) for values in zip(*found, strict=True)]
     return _row(medians[0], medians[1], threads, medians[2])
 
 
 def _row(one: float | None, all_: float | None, threads: int, had: float | None = None) -> dict[str, Any]:
-    """`core_had`: which part of a core one thread got; it waits for nothing, so other work had the rest."""
+    """`cores_had`: which part of the cores all threads together got."""
     scaling = all_ / (threads * one) if one and all_ else None
-    return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling, "core_had": had}
+    return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling, "cores_had": had}
 
 
 def _rate(crops: Crops, pool: Executor | None) -> float:
