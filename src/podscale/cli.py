@@ -4,11 +4,13 @@ Every field of a recipe is an option, `--section.field VALUE`, and so are the ch
 A mistake of the user's gets one sentence and exit code 2.
 """
 
+import _thread
 import argparse
 import dataclasses
 import errno
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +30,7 @@ OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errn
 
 def run() -> NoReturn:
     """The program: runs a verb and ends the process."""
+    _heed_interrupts()
     try:
         code = main()
     except Exception:
@@ -38,6 +41,19 @@ def run() -> NoReturn:
     if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
         os._exit(code)
     sys.exit(0)
+
+
+def _heed_interrupts() -> None:
+    """Ctrl-C is heard again where Python drops it: in the middle of a garbage collection, of which JAX has many."""
+    report = sys.unraisablehook
+
+    def heed(dropped: Any) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()  # at once, it would be dropped again
+        else:
+            report(dropped)
+
+    sys.unraisablehook = heed
 
 
 def main(argv: list[str] | None = None) -> int:
