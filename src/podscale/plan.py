@@ -62,6 +62,7 @@ class Plan:
     bucket_bytes: int
     save_steps: int
     keep: int
+    check_steps: int
     deterministic: bool
     memory: Memory
 
@@ -244,6 +245,7 @@ def make(
         bucket_bytes=options.bucket_mib << 20,
         save_steps=options.save_steps,
         keep=options.keep,
+        check_steps=options.check_steps,
         deterministic=options.deterministic,
         memory=memory,
     )

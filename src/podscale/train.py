@@ -13,8 +13,8 @@ from rich.console import Console
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
-from podscale.errors import PreemptedError
-from podscale.faults import Stop
+from podscale.errors import PreemptedError, UserError
+from podscale.faults import OddReplicaError, Replicas, Stop
 from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
@@ -24,6 +24,8 @@ from podscale.report.words import table
 from podscale.run import Claim, Run
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
+
+MOST_RETURNS = 3  # to the last checkpoint, after replicas differed
 
 
 def train(
@@ -42,12 +44,32 @@ def train(
     with random state of its own, such as dropout, is refused, because it would learn something else on every pod.
     The run is in `folder`: by default one that belongs to the recipe, so that the same call resumes.
     """
-    ledger = Ledger()
     folder = Path(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe)
+    pod, console, returns = pod or pods.find(), console or Console(), 0
+    while True:
+        try:
+            return _session(recipe, pod, options, model, folder, until, console)
+        except OddReplicaError as error:
+            returns += 1
+            if returns > MOST_RETURNS:
+                raise UserError(f"{error}, and not for the first time; have that device looked after") from None
+            _warn(console, f"{error}; going back to the last checkpoint")
+
+
+def _session(
+    recipe: Recipe,
+    pod: Pod,
+    options: Options,
+    model: nnx.Module | None,
+    folder: Path,
+    until: Until | None,
+    console: Console,
+) -> dict[str, Any]:
+    """From the newest checkpoint to the end, or to a fault."""
+    ledger = Ledger()
     with ledger.measure("start"):
-        pod = pod or pods.find()
-        console = (console or Console()) if pods.speaks() else Console(quiet=True)
+        console = console if pods.speaks() else Console(quiet=True)
         with counting(console, "indexing") as progress:
             job = prepare(recipe, pod, options, model, progress)
         job = cached(job, options)
@@ -89,6 +111,11 @@ def _decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [("decoder", f"{facts['decoder']}; {memory}")]
 
 
+def _warn(console: Console, text: str) -> None:
+    if pods.speaks():
+        console.print(f"warning: {text}", style="bold red", markup=False, highlight=False)
+
+
 def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job, int]:
     """The job with the newest whole checkpoint's state, and the number of updates done."""
     while (newest := checkpoints.newest()) is not None:
@@ -100,13 +127,14 @@ def _resumed(job: Job, checkpoints: Checkpoints, console: Console) -> tuple[Job,
             console.print(f"resuming after step {newest:,}", highlight=False)
             return job._replace(state=state), newest
         aside = checkpoints.set_aside(newest)
-        console.print(f"checkpoint {newest} is damaged ({why}); it lies in {aside} now", style="bold red", markup=False)
+        _warn(console, f"checkpoint {newest} is damaged ({why}); it lies in {aside} now")
     return job, 0
 
 
 def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, stop: Stop) -> dict[str, Any]:
     """The loop: load, update, tell, evaluate, save. It ends where training does, or where it is asked to stop."""
     plan, state, ledger = job.plan, job.state, teller.ledger
+    replicas = Replicas(job.mesh, plan.check_steps)
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
         call, evaluate = compiled_step(job, teller.run), Evaluator(job, teller.run)
@@ -120,7 +148,10 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                 state, metrics = call(state, batch.images, batch.labels, np.int32(batch.count))
                 teller.trained(done, metrics)
             asked = stop.after(number)
-            if done.stop not in saves and not asked:
+            saving = done.stop in saves or asked
+            with ledger.measure("check"):
+                replicas.check(done.stop, state, now=saving)
+            if not saving:
                 continue
             with ledger.measure("train"):
                 teller.catch_up()
