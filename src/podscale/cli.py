@@ -109,12 +109,15 @@ def _kept_clean() -> Iterator[TextIO]:
 def _train(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
     until = Until.parse(arguments.until) if arguments.until else None
+    allowed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
     from podscale import train
     from podscale.report import words
 
     pod, options = _pod(arguments), _plan_options(arguments)
     console = _console(arguments)  # after the processes have joined: only the first one's says anything
-    summary = train.train(recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console)
+    summary = train.train(
+        recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console, allow_changed=allowed
+    )
     words.show(summary, console)
     return summary
 
@@ -285,7 +288,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _options() -> list[str]:
-    own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
+    own = [
+        "--json",
+        "--run",
+        "--until",
+        "--allow-changed",
+        "--pod",
+        "--checkpoint",
+        "--images",
+        "--repeats",
+        "--coordinator",
+    ]
     own += ["--processes", "--process", "--source", "--longest", "--quality", "--subsampling", "--raw", "--shard-mib"]
     own += ["--feed", "--threads"]
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
@@ -304,6 +317,10 @@ def _parser() -> argparse.ArgumentParser:
     train = _verb(verbs, "train", _train, "train a recipe, or resume it", "train cifar10 --data.path cifar10.npz")
     _takes_recipe(train, "digits")
     train.add_argument("--until", metavar="accuracy=X", default="", help="stop at the first evaluation that reaches it")
+    text = (
+        "go on with a run although one of these differs: recipe, data, versions (of libraries); or several, by commas"
+    )
+    train.add_argument("--allow-changed", metavar="WHAT", default="", help=text)
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
 
     evaluate = _verb(verbs, "eval", _eval, "evaluate a run's checkpoint, exactly", "eval --run runs/mine")

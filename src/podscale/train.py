@@ -2,6 +2,7 @@
 
 import sys
 import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.report.counting import counting
 from podscale.report.words import table
-from podscale.run import Claim, Run
+from podscale.run import Claim, Run, versions
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
 
@@ -37,19 +38,21 @@ def train(
     folder: str | Path | None = None,
     until: Until | None = None,
     console: Console | None = None,
+    allow_changed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Trains `recipe` on `pod` (default: all devices there are), or resumes, and returns the summary.
 
     `model` is a flax.nnx module that maps images [n, h, w, 3] to logits [n, classes], instead of the recipe's own; one
     with random state of its own, such as dropout, is refused, because it would learn something else on every pod.
-    The run is in `folder`: by default one that belongs to the recipe, so that the same call resumes.
+    The run is in `folder`: by default one that belongs to the recipe, so that the same call resumes. If its "recipe",
+    "data" or "versions" (of libraries) have changed since, it does so only where `allow_changed` names them.
     """
     folder = Path(folder) if folder else Run.default_folder(recipe, model)
-    Run.check(folder, recipe)
+    Run.check(folder, recipe, allow_changed)
     pod, console, returns = pod or pods.find(), console or Console(), 0
     while True:
         try:
-            return _session(recipe, pod, options, model, folder, until, console)
+            return _session(recipe, pod, options, model, folder, until, console, allow_changed)
         except OddReplicaError as error:
             returns += 1
             if returns > MOST_RETURNS:
@@ -65,6 +68,7 @@ def _session(
     folder: Path,
     until: Until | None,
     console: Console,
+    allow_changed: Collection[str],
 ) -> dict[str, Any]:
     """From the newest checkpoint to the end, or to a fault."""
     ledger = Ledger()
@@ -74,7 +78,7 @@ def _session(
             job = prepare(recipe, pod, options, model, progress)
         job = cached(job, options)
         facts, claim = input_facts(job), Claim(folder)
-        run = _opened(job, claim, facts, folder)
+        run = _opened(job, claim, facts, folder, allow_changed)
     console.print(table("plan", [*job.plan.rows(), *_decoding(facts)]))
     with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
         with ledger.measure("restore"):
@@ -90,12 +94,13 @@ def _session(
             teller.close()
 
 
-def _opened(job: Job, claim: Claim, facts: dict[str, Any], folder: Path) -> Run:
+def _opened(job: Job, claim: Claim, facts: dict[str, Any], folder: Path, allowed: Collection[str]) -> Run:
     """The run's folder, which the first process claims and fills; if it cannot, all of them end."""
 
     def fill() -> None:
         claim.take()
-        Run.create(folder, job.recipe, job.plan.to_dict() | {"input": facts}, job.data.classes)
+        told = {"input": facts, "data_digest": job.data.digest(), "versions": versions()}
+        Run.create(folder, job.recipe, job.plan.to_dict() | told, job.data.classes, allowed)
         Image.fromarray(loader.eval_pictures(job.data.val, [0], job.recipe)[0]).save(folder / "sample.png")
 
     pods.by_the_first(fill)
