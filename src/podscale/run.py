@@ -5,6 +5,7 @@
     checkpoints/    what was learnt           tensorboard/    the same curves for TensorBoard
     summary.json    how it ended              report.html     all of it to look at
     sample.png      a validation picture, to try `predict` with
+    ledger.json     what the time went to
     lock            whose it is, while it is trained
     bad-pictures-N.txt  pictures that process N could not read, if any
     damaged/        checkpoints that were found not to be whole, if any

@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from podscale.goodput import History
 from podscale.plan import Plan
 from podscale.pod import first_ones, speaks
 from podscale.report import page
@@ -26,7 +27,7 @@ class Ledger:
     """Seconds by part of the work."""
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
+        self.began, self.began_at = time.perf_counter(), time.time()
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -135,6 +136,7 @@ class Teller:
         self._journal: Journal | None = None
         self._display: Display | None = None
         self._borne = ""  # what was warned of last
+        self._history = History(run.folder, ledger.began_at, start)
 
     def begin(self) -> None:
         """The clock starts: the first batch is about to be asked for."""
@@ -215,6 +217,12 @@ class Teller:
         else:
             self._borne = ""
 
+    def saved(self, step: int) -> None:
+        """A checkpoint was begun: whoever goes on from it knows what the time before it went to."""
+        if speaks():
+            with self.bearing(OSError):
+                self._history.note(step, self.ledger.parts())
+
     def resume_clock(self) -> None:
         """Neither evaluation nor saving counts against the training rate."""
         self._read = time.perf_counter()
@@ -232,6 +240,8 @@ class Teller:
             "images_per_s": self._images / busy_s if busy_s else None,
             "train_s": self._earlier_s + train_s,
             "seconds": {name: round(s, 3) for name, s in parts.items()},
+            "run_seconds": {name: round(s, 3) for name, s in self._history.parts(parts).items()},
+            "goodput": self._history.goodput(parts),
         }
         self._write("end", step, seconds=train_s)
         if speaks():

@@ -169,6 +169,7 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                 teller.evaluated(done.stop, found)
             with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
                 checkpoints.save(done.stop, state, accuracy)
+            teller.saved(done.stop)
             teller.resume_clock()
             if teller.reached():
                 break

@@ -32,6 +32,10 @@ def show(summary: dict[str, Any], console: Console) -> None:
         rows.append(("rate", f"{summary['images_per_s']:,.0f} images/s while training"))
     if seconds:
         rows.append(("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)))
+    if "goodput" in summary:
+        rows.append(
+            ("goodput", f"{summary['goodput']:.0%} of all time since the run began went into training that counted")
+        )
     if "until" in summary:
         rows.insert(0, ("until", _target(summary)))
     rows.append(("run", folder))
