@@ -33,6 +33,7 @@ class Session:
     began: float
     resumed: int  # the step it went on from
     notes: list[Note] = field(default_factory=list)
+    ended: float = 0.0  # as far as the next session could tell
 
 
 class History:
@@ -53,8 +54,12 @@ class History:
     def __init__(self, folder: Path, began: float, resumed: int) -> None:
         self._path = folder / "ledger.json"
         self._sessions = _load(self._path) if resumed else []
+        if self._sessions:
+            last = self._sessions[-1]
+            noted = last.notes[-1].at if last.notes else last.began
+            last.ended = min(max(noted, _last_sign(folder)), began)
         self._sessions.append(Session(began, resumed))
-        self._before = _booked(self._sessions, _last_sign(folder))
+        self._before = _booked(self._sessions)
 
     def note(self, step: int, parts: dict[str, float], at: float | None = None) -> None:
         """Writes down where this session's time went up to a checkpoint."""
@@ -74,19 +79,17 @@ class History:
         return self.parts(now_parts).get(TRAINING, 0.0) / max(wall, 1e-9)
 
 
-def _booked(sessions: list[Session], last_sign: float) -> dict[str, float]:
+def _booked(sessions: list[Session]) -> dict[str, float]:
     """What the time of all sessions but the last went to."""
     found: dict[str, float] = {}
     for i, session in enumerate(sessions[:-1]):
         reached = min(later.resumed for later in sessions[i + 1 :])  # nothing beyond it was of use to anyone
         counted = [note for note in session.notes if note.step <= reached]
         kept = counted[-1] if counted else Note(0, session.began, {})
-        newer = sessions[i + 1].began
-        ended = min(max(session.notes[-1].at if session.notes else session.began, last_sign), newer)
         for part, seconds in kept.parts.items():
             found[part] = found.get(part, 0.0) + seconds
-        found[LOST] = found.get(LOST, 0.0) + max(ended - kept.at, 0.0)
-        found[DOWN] = found.get(DOWN, 0.0) + max(newer - ended, 0.0)
+        found[LOST] = found.get(LOST, 0.0) + max(session.ended - kept.at, 0.0)
+        found[DOWN] = found.get(DOWN, 0.0) + max(sessions[i + 1].began - session.ended, 0.0)
     return found
 
 
@@ -102,6 +105,9 @@ def _load(path: Path) -> list[Session]:
     """Earlier sessions; none where the file is missing or makes no sense: it is for people, and nothing hangs on it."""
     try:
         found: list[dict[str, Any]] = json.loads(path.read_text())
-        return [Session(one["began"], one["resumed"], [Note(**note) for note in one["notes"]]) for one in found]
+        return [
+            Session(one["began"], one["resumed"], [Note(**note) for note in one["notes"]], one["ended"])
+            for one in found
+        ]
     except (OSError, ValueError, TypeError, KeyError):
         return []
