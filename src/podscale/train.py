@@ -25,6 +25,7 @@ from podscale.report.words import table
 from podscale.run import Claim, Run, versions
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
+from podscale.watchdog import Watchdog
 
 MOST_RETURNS = 3  # to the last checkpoint, after replicas differed
 
@@ -143,9 +144,10 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
         call, evaluate = compiled_step(job, teller.run), Evaluator(job, teller.run)
-    with train_batches(job, calls) as batches:
+    with train_batches(job, calls) as batches, Watchdog(plan.timeout_s, teller.run.folder) as watchdog:
         teller.begin()
         for number, done in enumerate(calls):
+            watchdog.passed(done.start, "load, train")
             with ledger.measure("input wait"):
                 batch = next(batches)
             teller.met(batches.bad.news())
@@ -158,6 +160,7 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                 replicas.check(done.stop, state, now=saving)
             if not saving:
                 continue
+            watchdog.passed(done.start, "train, evaluate, save")
             with ledger.measure("train"):
                 teller.catch_up()
             accuracy = None
