@@ -1,0 +1,245 @@
+"""Compile: the training step of a plan through the real compiler, for a pod that is not here.
+
+libtpu carries descriptions of every TPU topology, so `jax.experimental.topologies` can name the devices of a whole pod
+on a laptop, and the step that `podscale train` would run is lowered and compiled for them. What comes back is the
+compiler's own word: bytes of memory, operations, and the collectives of the optimized program.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from podscale import models, optim
+from podscale import pod as pods
+from podscale import step as steps
+from podscale.errors import UserError
+from podscale.models.functional import functional
+from podscale.plan import Plan
+
+NO_LIBTPU = "libtpu is not installed here (pip install 'podscale[tpu]'): the model of time answers alone"
+NO_COMPILER = "only TPU programs are compiled without the chips: the model of time answers alone"
+
+# libtpu looks for the machine's own TPU, at length, and allows one process at a time, unless told not to.
+_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Sums or exchanges of one kind in the optimized program, all of one size and over groups of one size."""
+
+    kind: str
+    count: int
+    bytes: int
+    group: int  # devices that each one goes over
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler says about one call of the training program."""
+
+    seconds: float
+    argument_bytes: int
+    temporary_bytes: int
+    code_bytes: int
+    limit_bytes: int
+    flops: float
+    accessed_bytes: float
+    collectives: tuple[Collective, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Arguments are donated: results take no memory of their own."""
+        return self.argument_bytes + self.temporary_bytes + self.code_bytes
+
+
+def why_not(plan: Plan) -> str:
+    """Why the plan's program cannot be compiled here; empty if it can."""
+    if not _is_tpu(plan):
+        return NO_COMPILER
+    return "" if importlib.util.find_spec("libtpu") else NO_LIBTPU
+
+
+def compiled(plan: Plan) -> Report:
+    """Compiles the plan's training call for its whole pod; a pod that libtpu refuses is the user's to change."""
+    began = time.perf_counter()
+    here = replace(plan, pod=_described(plan))
+    program = _lowered(here).compile(steps.compiler_options(here) or None)
+    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    return Report(
+        seconds=time.perf_counter() - began,
+        argument_bytes=int(memory.argument_size_in_bytes),
+        temporary_bytes=int(memory.temp_size_in_bytes),
+        code_bytes=int(memory.generated_code_size_in_bytes),
+        limit_bytes=plan.pod.memory_bytes,
+        flops=float(cost.get("flops", 0.0)),
+        accessed_bytes=float(cost.get("bytes accessed", 0.0)),
+        collectives=collectives(program.as_text(), plan.pod.size),
+    )
+
+
+def _is_tpu(plan: Plan) -> bool:
+    return bool(re.fullmatch(r"v\d[ep]?", plan.pod.kind))
+
+
+# --- the program ---------------------------------------------------------------------------------------------------
+
+
+def topology_name(plan: Plan) -> str:
+    """The pod as libtpu calls it: columns by rows, and a depth for the kinds whose torus has three dimensions."""
+    x, y, *z = plan.pod.dims
+    deep = z or ([1] if plan.pod.kind in ("v4", "v5p") else [])
+    return f"{plan.pod.kind}:{'x'.join(map(str, (x, y, *deep)))}"
+
+
+def _described(plan: Plan) -> pods.Pod:
+    """The plan's pod with devices that libtpu describes, in the places where real ones would be."""
+    from jax.experimental import topologies
+
+    leave_chips_alone()
+    name = topology_name(plan)
+    try:
+        with _silent():
+            devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except Exception as error:  # whatever libtpu raises: none of its exceptions has a type of its own
+        raise UserError(f"libtpu knows no pod {name}: {_first_line(error)}; try another shape") from None
+    pod = plan.pod
+    if len(devices) != pod.size:
+        raise UserError(f"libtpu's {name} has {len(devices)} devices, not {pod.size}; try another shape")
+    return replace(pod, devices=tuple(sorted(devices, key=pods.place)))
+
+
+def leave_chips_alone() -> None:
+    """Has JAX run on the CPU, if it does not run yet: the machine's own chips have no part in this."""
+    for name, value in _ALONE.items():
+        os.environ.setdefault(name, value)
+    with suppress(RuntimeError):  # JAX already runs: it has what it has
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without stderr: libtpu complains at length that the machine has no TPU."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200].rstrip(".")
+
+
+def _lowered(plan: Plan) -> Any:
+    """The training call of the plan, from shapes alone."""
+    recipe = plan.recipe
+    net, params, stats = functional(
+        nnx.eval_shape(lambda: models.build(recipe.model, plan.counts.classes, recipe.data.image_size))
+    )
+    schedule = optim.schedule(recipe, plan.steps, plan.steps_per_epoch)
+    optimizer = optim.optimizer(recipe, schedule)
+    mesh = plan.pod.mesh(plan.tile)
+    everywhere, cut = NamedSharding(mesh, PartitionSpec()), pods.batch_sharding(mesh, axis=2)
+    state = jax.eval_shape(lambda p, s: steps.initial_state(recipe, p, s, optimizer), params, stats)
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), state)
+    size, shape = recipe.data.image_size, plan.batch_shape
+    images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=cut)
+    labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=cut)
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
+    return steps.train_call(net, plan, optimizer, schedule, mesh).lower(state, images, labels, count)
+
+
+# --- reading the program ---------------------------------------------------------------------------------------------
+
+_KINDS = "all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all"
+_LINE = re.compile(rf"= (\(.*?\)|\S+) ({_KINDS})(-start)?\(")
+_ARRAY = re.compile(r"\b(pred|[sufbc]\w*?\d+)\[([\d,]*)\]")
+
+
+def collectives(text: str, devices: int) -> tuple[Collective, ...]:
+    """The collectives of an optimized program, alike ones counted together, largest first.
+
+    >>> text = "  %a = f32[2,64]{1,0} all-reduce(%b), replica_groups={{0,1},{2,3}}, to_apply=%add"
+    >>> collectives(text, 4)
+    (Collective(kind='all-reduce', count=1, bytes=512, group=2, asynchronous=False),)
+    """
+    found: Counter[tuple[str, int, int, bool]] = Counter()
+    for line in text.splitlines():
+        match = _LINE.search(line)
+        if match:
+            result, kind, start = match.groups()
+            found[kind, _bytes(result, bool(start)), _group(line, devices), bool(start)] += 1
+    rows = [Collective(kind, count, size, group, start) for (kind, size, group, start), count in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes * row.count))
+
+
+def _bytes(result: str, start: bool) -> int:
+    """Bytes of a result's arrays; a start returns its operands too, where it returns more than one array."""
+    sizes = [
+        int(np.prod([int(n) for n in shape.split(",") if n], initial=1)) * _width(kind)
+        for kind, shape in _ARRAY.findall(result)
+    ]
+    return sum(sizes) // (2 if start and len(sizes) > 1 else 1)
+
+
+def _width(kind: str) -> int:
+    return max(1, int(re.sub(r"\D", "", kind)[-2:] or 8) // 8) if kind != "pred" else 1
+
+
+def _group(line: str, devices: int) -> int:
+    """Devices in a group: listed one by one, or as [groups,size]<=[...]; no list means all of them."""
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed:
+        return len(listed[1].split(","))
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
+    return int(iota[2]) if iota else devices
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    """The compiler's word as names and values, for people."""
+    mib = 2**20
+    fits = "fits" if report.total_bytes <= report.limit_bytes else "does not fit"
+    lines = [
+        (
+            "compiled",
+            f"in {report.seconds:.0f} s: {report.argument_bytes / mib:,.0f} MiB of arguments, "
+            f"{report.temporary_bytes / mib:,.0f} of temporaries, {report.code_bytes / mib:,.0f} of code; "
+            f"{fits} the {report.limit_bytes / mib:,.0f} MiB of a device",
+        ),
+        ("program", f"{report.flops / 1e9:,.0f} GFLOP, {report.accessed_bytes / 1e9:,.1f} GB accessed a device"),
+    ]
+    return lines + [("", words) for words in _kinds(report.collectives)]
+
+
+def _kinds(found: tuple[Collective, ...]) -> list[str]:
+    """The collectives in words: those over the same groups together."""
+    kinds: dict[tuple[str, int, bool], list[Collective]] = {}
+    for one in found:
+        kinds.setdefault((one.kind, one.group, one.asynchronous), []).append(one)
+    lines = []
+    for (kind, group, asynchronous), rows in kinds.items():
+        sizes = sorted(row.bytes / 1024 for row in rows)
+        size = f"{sizes[0]:,.1f} to {sizes[-1]:,.1f} KiB" if len(sizes) > 1 else f"{sizes[0]:,.1f} KiB"
+        how = "asynchronous" if asynchronous else "synchronous"
+        lines.append(f"{sum(row.count for row in rows)} x {kind} of {size} over groups of {group:,}, {how}")
+    return lines
