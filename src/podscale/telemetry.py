@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from podscale.forecast.model import Forecast, beside
 from podscale.plan import Plan
 from podscale.pod import first_ones, speaks
 from podscale.report import page
@@ -137,9 +138,10 @@ class Teller:
         console: Console,
         start: int,
         until: Until | None,
+        forecast: Forecast | None = None,
     ) -> None:
         self.run, self.plan, self.ledger, self.console = run, plan, ledger, console
-        self.until, self._start = until, start
+        self.until, self._start, self._forecast = until, start, forecast
         # Evaluations of a checkpoint that was lost do not count.
         past = [line for line in run.metrics() if line["step"] <= start] if start else []
         self._evals = [line for line in past if line["event"] == "eval"]
@@ -215,6 +217,10 @@ class Teller:
             "train_s": self._earlier_s + train_s,
             "seconds": {name: round(s, 3) for name, s in parts.items()},
         }
+        if self._forecast and step > self._start:
+            done = step - self._start
+            times = (parts.get(name, 0.0) / done for name in ("train", "input wait"))
+            found["step"] = beside(self._forecast, *times)
         self._write("end", step, seconds=train_s)
         if speaks():
             write_atomically(self.run.folder / "summary.json", to_json(found, indent=1))

@@ -13,6 +13,9 @@ from rich.console import Console
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints
 from podscale.data import loader
+from podscale.forecast import chips
+from podscale.forecast.compute import work_in
+from podscale.forecast.model import Forecast, forecast
 from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
@@ -54,7 +57,7 @@ def train(
     with Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, checkpoints, console)
-        teller = Teller(run, job.plan, ledger, console, start, until)
+        teller = Teller(run, job.plan, ledger, console, start, until, _forecast(job))
         if start == job.plan.steps or teller.reached():
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
@@ -62,6 +65,13 @@ def train(
             return _train_from(start, job, checkpoints, teller)
         finally:
             teller.close()
+
+
+def _forecast(job: Job) -> Forecast | None:
+    """What the plan's step should take, for kinds of chips that are known."""
+    if chips.known(job.plan.pod.kind) is None:
+        return None
+    return forecast(job.plan, work_in(job.recipe, job.net, job.state.params, job.state.stats))
 
 
 def _opened(job: Job, folder: Path) -> Run:
