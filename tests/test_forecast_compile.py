@@ -1,6 +1,5 @@
 """Compilation for pods that are not here, what is read from its result, and answers that are kept."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,15 +12,14 @@ import pytest
 from podscale import memory, models
 from podscale import recipe as recipes
 from podscale.collectives import buckets
-from podscale.forecast import answers, ask, compile
+from podscale.forecast import answers, ask, compile, described
 from podscale.forecast.compile import Collective, Report, collectives
 from podscale.models.functional import functional
 from podscale.options import Options
 from podscale.pod import named
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'podscale[tpu]'"
-)
+needs_libtpu = pytest.mark.skipif(bool(described.why_not(named("v3:2x2"))), reason=described.NO_LIBTPU)
+needs_cuda = pytest.mark.skipif(bool(described.why_not(named("h200:1x8"))), reason=described.NO_CUDA)
 RESNET = recipes.load("resnet50-imagenet-32k")
 SMALL = recipes.override(
     RESNET,
@@ -38,10 +36,16 @@ def planned(recipe, pod, **options):
 
 @pytest.mark.parametrize(
     ("pod", "name"),
-    [("v3:2x4", "v3:4x2"), ("v4:4x8x2", "v4:8x4x2"), ("v4:2x2", "v4:2x2x1"), ("v5e:4x4", "v5e:4x4")],
+    [
+        ("v3:2x4", "v3:4x2"),
+        ("v4:4x8x2", "v4:8x4x2"),
+        ("v4:2x2", "v4:2x2x1"),
+        ("v5e:4x4", "v5e:4x4"),
+        ("h100:32x8", "1x32x8"),
+    ],
 )
-def test_libtpu_names_columns_first_and_three_dimensions_where_there_are_three(pod, name):
-    assert compile.topology_name(planned(SMALL, pod)) == name
+def test_a_pod_has_its_compilers_name(pod, name):
+    assert described.topology_name(named(pod)) == name
 
 
 HLO = """
@@ -70,12 +74,13 @@ def test_alike_collectives_are_told_together_and_memory_beside_its_limit():
 
 
 def test_where_nothing_can_be_compiled_one_line_says_so(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(described, "_installed", lambda name: False)
     rows, values = ask.about(SMALL, named("v3:2x2"), Options())
-    assert dict(rows)["compiled"] == compile.NO_LIBTPU
-    assert values["compiled"] == {"why_not": compile.NO_LIBTPU}
+    assert dict(rows)["compiled"] == described.NO_LIBTPU
+    assert values["compiled"] == {"why_not": described.NO_LIBTPU}
     assert values["forecast"]["step_s"] > 0
-    assert dict(ask.about(SMALL, named("h100:1x8"), Options()).rows)["compiled"] == compile.NO_COMPILER
+    assert dict(ask.about(SMALL, named("h100:1x8"), Options()).rows)["compiled"] == described.NO_CUDA
+    assert dict(ask.about(SMALL, named("cpu:2x2"), Options()).rows)["compiled"] == described.NO_COMPILER
     assert "compiled" not in dict(ask.about(SMALL, named("v3:2x2"), Options(), compiles=False).rows)
 
 
@@ -106,8 +111,17 @@ def bucket_sizes(params, limit):
 @needs_libtpu
 def test_a_pod_that_libtpu_refuses_gets_one_sentence():
     rows, _ = ask.about(recipes.override(SMALL, {"batch.size": 448, "data.lanes": 7}), named("v3:1x7"), Options())
-    assert dict(rows)["compiled"].startswith("libtpu knows no pod v3:7x1")
+    assert dict(rows)["compiled"].startswith("the compiler knows no pod v3:7x1")
     assert "\n" not in dict(rows)["compiled"]
+
+
+@needs_cuda
+def test_the_whole_step_compiles_for_nodes_of_gpus():
+    plan = planned(recipes.override(SMALL, {"batch.span": 256}), "h200:2x8", bucket_mib=2, steps_per_call=1)
+    report = compile.compiled(plan)
+    assert [row for row in report.collectives if row.group == plan.pod.size and row.bytes > 2**20]
+    assert [row for row in report.collectives if row.group == plan.tile_devices]
+    assert report.temporary_bytes > 2**20
 
 
 # --- answers that are kept -----------------------------------------------------------------------------------------

@@ -147,10 +147,10 @@ def _plan(arguments: argparse.Namespace) -> Any:
 
 def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
     from podscale import pod
-    from podscale.forecast import ask, compile
+    from podscale.forecast import ask, described
 
     if arguments.pod:
-        compile.leave_chips_alone()
+        described.leave_chips_alone()
     where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
     with _console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
         return ask.about(recipe, where, options, arguments.compile)._asdict()

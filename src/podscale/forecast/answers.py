@@ -17,7 +17,7 @@ from podscale.options import Options
 from podscale.recipe import Recipe
 from podscale.run import to_json, write_atomically
 
-PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax")
 
 
 def key(recipe: Recipe, pod: str, options: Options, compiles: bool) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from podscale import memory, pod
 from podscale.errors import UserError
-from podscale.forecast import chips, compile, model, plot, published, search
+from podscale.forecast import chips, compile, described, model, plot, published, search
 from podscale.forecast.compute import Work, work_of
 from podscale.options import Options
 from podscale.plan import Plan
@@ -37,8 +37,8 @@ def about(recipe: Recipe, where: pod.Pod, options: Options, compiles: bool = Tru
 
 
 def _compiled(plan: Plan) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """A pod that libtpu refuses still has its plan: what it says is one more row."""
-    why = compile.why_not(plan)
+    """A pod that the compiler refuses still has its plan: what it says is one more row."""
+    why = described.why_not(plan.pod)
     if not why:
         try:
             report = compile.compiled(plan)

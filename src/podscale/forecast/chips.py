@@ -2,7 +2,7 @@
 
 import functools
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -32,6 +32,7 @@ class Chip:
     curve: str = ""
     rate: float = 0.0
     rate_images: int = 0
+    target: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def torus(self) -> bool:

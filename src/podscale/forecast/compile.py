@@ -1,18 +1,12 @@
 """Compile: the training step of a plan through the real compiler, for a pod that is not here.
 
-libtpu carries descriptions of every TPU topology, so `jax.experimental.topologies` can name the devices of a whole pod
-on a laptop, and the step that `podscale train` would run is lowered and compiled for them. What comes back is the
+The step that `podscale train` would run is lowered and compiled for described devices. What comes back is the
 compiler's own word: bytes of memory, operations, and the collectives of the optimized program.
 """
 
-import importlib.util
-import os
 import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,14 +19,9 @@ from podscale import models, optim
 from podscale import pod as pods
 from podscale import step as steps
 from podscale.errors import UserError
+from podscale.forecast import described
 from podscale.models.functional import functional
 from podscale.plan import Plan
-
-NO_LIBTPU = "libtpu is not installed here (pip install 'podscale[tpu]'): the model of time answers alone"
-NO_COMPILER = "only TPU programs are compiled without the chips: the model of time answers alone"
-
-# libtpu looks for the machine's own TPU, at length, and allows one process at a time, unless told not to.
-_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 @dataclass(frozen=True)
@@ -65,18 +54,11 @@ class Report:
         return self.argument_bytes + self.temporary_bytes + self.code_bytes
 
 
-def why_not(plan: Plan) -> str:
-    """Why the plan's program cannot be compiled here; empty if it can."""
-    if not _is_tpu(plan):
-        return NO_COMPILER
-    return "" if importlib.util.find_spec("libtpu") else NO_LIBTPU
-
-
 def compiled(plan: Plan) -> Report:
-    """Compiles the plan's training call for its whole pod; a pod that libtpu refuses is the user's to change."""
+    """Compiles the plan's training call for its whole pod; a pod that is refused is the user's to change."""
     began = time.perf_counter()
-    here = replace(plan, pod=_described(plan))
-    program = _lowered(here).compile(steps.compiler_options(here) or None)
+    here = replace(plan, pod=described.pod(plan.pod))
+    program = _compiled(here)
     memory, cost = program.memory_analysis(), program.cost_analysis() or {}
     return Report(
         seconds=time.perf_counter() - began,
@@ -90,61 +72,17 @@ def compiled(plan: Plan) -> Report:
     )
 
 
-def _is_tpu(plan: Plan) -> bool:
-    return bool(re.fullmatch(r"v\d[ep]?", plan.pod.kind))
-
-
 # --- the program ---------------------------------------------------------------------------------------------------
 
 
-def topology_name(plan: Plan) -> str:
-    """The pod as libtpu calls it: columns by rows, and a depth for the kinds whose torus has three dimensions."""
-    x, y, *z = plan.pod.dims
-    deep = z or ([1] if plan.pod.kind in ("v4", "v5p") else [])
-    return f"{plan.pod.kind}:{'x'.join(map(str, (x, y, *deep)))}"
-
-
-def _described(plan: Plan) -> pods.Pod:
-    """The plan's pod with devices that libtpu describes, in the places where real ones would be."""
-    from jax.experimental import topologies
-
-    leave_chips_alone()
-    name = topology_name(plan)
+def _compiled(plan: Plan) -> Any:
+    options = steps.compiler_options(plan) | described.compiler_options(plan.pod)
+    lowered = _lowered(plan)
     try:
-        with _silent():
-            devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except Exception as error:  # whatever libtpu raises: none of its exceptions has a type of its own
-        raise UserError(f"libtpu knows no pod {name}: {_first_line(error)}; try another shape") from None
-    pod = plan.pod
-    if len(devices) != pod.size:
-        raise UserError(f"libtpu's {name} has {len(devices)} devices, not {pod.size}; try another shape")
-    return replace(pod, devices=tuple(sorted(devices, key=pods.place)))
-
-
-def leave_chips_alone() -> None:
-    """Has JAX run on the CPU, if it does not run yet: the machine's own chips have no part in this."""
-    for name, value in _ALONE.items():
-        os.environ.setdefault(name, value)
-    with suppress(RuntimeError):  # JAX already runs: it has what it has
-        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without stderr: libtpu complains at length that the machine has no TPU."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200].rstrip(".")
+        return lowered.compile(options or None)
+    except jax.errors.JaxRuntimeError as error:
+        words = described.first_line(error)
+        raise UserError(f"the compiler refuses this plan for {plan.pod.kind}:{plan.pod.shape}: {words}") from None
 
 
 def _lowered(plan: Plan) -> Any:
@@ -166,7 +104,7 @@ def _lowered(plan: Plan) -> Any:
     return steps.train_call(net, plan, optimizer, schedule, mesh).lower(state, images, labels, count)
 
 
-# --- reading the program ---------------------------------------------------------------------------------------------
+# --- reading the program -------------------------------------------------------------------------------------------
 
 _KINDS = "all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all"
 _LINE = re.compile(rf"= (\(.*?\)|\S+) ({_KINDS})(-start)?\(")
@@ -212,7 +150,7 @@ def _group(line: str, devices: int) -> int:
     return int(iota[2]) if iota else devices
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- words ---------------------------------------------------------------------------------------------------------
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
@@ -226,8 +164,10 @@ def rows(report: Report) -> list[tuple[str, str]]:
             f"{report.temporary_bytes / mib:,.0f} of temporaries, {report.code_bytes / mib:,.0f} of code; "
             f"{fits} the {report.limit_bytes / mib:,.0f} MiB of a device",
         ),
-        ("program", f"{report.flops / 1e9:,.0f} GFLOP, {report.accessed_bytes / 1e9:,.1f} GB accessed a device"),
     ]
+    if report.flops:  # the CUDA compiler does not say
+        accessed = f"{report.accessed_bytes / 1e9:,.1f} GB accessed"
+        lines.append(("program", f"{report.flops / 1e9:,.0f} GFLOP and {accessed} a device and update"))
     return lines + [("", words) for words in _kinds(report.collectives)]
 
 
