@@ -1,12 +1,19 @@
 """The model of time: published runs, what must hold whatever the numbers, searches and pictures."""
 
 import dataclasses
+import io
+import types
 import xml.etree.ElementTree as ET
 
+import jax
 import pytest
+from rich.console import Console
 
+import podscale
 from podscale import plan as plans
+from podscale import pod as pods
 from podscale import recipe as recipes
+from podscale import step as steps
 from podscale.errors import UserError
 from podscale.forecast import chips, compute, model, plot, published, search
 from podscale.forecast.chips import chip, kinds
@@ -27,10 +34,10 @@ def forecast(pod, recipe=RESNET, work=RESNET50, **options):
 
 @pytest.fixture
 def changed(monkeypatch):
-    """Changes a chip's row for one test."""
+    """Changes a chip's row for one test; a kind without one gets the H200's."""
 
     def change(kind, **fields):
-        table = chips._table() | {kind: dataclasses.replace(chip(kind), **fields)}
+        table = chips._table() | {kind: dataclasses.replace(chips.known(kind) or chip("h200"), **fields)}
         monkeypatch.setattr(chips, "_table", lambda: table)
         compute._curve.cache_clear()
 
@@ -149,6 +156,34 @@ def test_a_measured_step_stands_beside_the_predicted_one():
     assert step["differs_most"] == "input wait"
     assert step["measured_s"] == pytest.approx(found.device_s * 1.1 + 0.5)
     assert "most of the difference: input wait (500.0 ms, 0.0 predicted)" in words._step(step)
+
+
+def trained(folder):
+    text = io.StringIO()
+    recipe = recipes.override(recipes.load("digits"), {"train.epochs": 0.2})
+    pod = pods.of(jax.devices(), "1x1")
+    summary = podscale.train(recipe, pod=pod, folder=folder, console=Console(file=io.StringIO()))
+    words.show(summary, Console(file=text, width=200))
+    return summary, text.getvalue()
+
+
+def test_training_tells_of_its_step_only_where_the_chip_is_known(tmp_path, changed):
+    summary, text = trained(tmp_path / "unknown")
+    assert "step" not in summary
+    assert "predicted" not in text
+    changed("cpu")
+    summary, text = trained(tmp_path / "known")
+    assert summary["step"]["measured_s"] > 0
+    assert summary["step"]["predicted_s"] > 0
+    assert "ms predicted; most of the difference: " in text
+
+
+def test_the_tpu_compiler_is_told_how_large_a_sum_may_become():
+    plan = plans.make(RESNET, named("v3:4x4"), IMAGENET)
+    assert steps.compiler_options(plan) == {}  # nobody is here to be told
+    device = types.SimpleNamespace(platform="tpu")
+    here = dataclasses.replace(plan, pod=dataclasses.replace(plan.pod, devices=(device,) * 32))
+    assert steps.compiler_options(here) == {"xla_jf_crs_combiner_threshold_in_bytes": 32 << 20}
 
 
 # --- search ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Chip:
     link_rate: float
     hop_s: float
     start_s: float
-    overlaps: bool
+    hides: float
     source: str
     node_rate: float = 0.0
     node_hop_s: float = 0.0

@@ -127,11 +127,9 @@ def _buckets(plan: Plan, size: float) -> int:
 
 def _exposed_s(plan: Plan, row: Chip, work: Work, summation_s: float, compute_s: float) -> float:
     """Of the summation, what the backward pass does not hide: the last bucket at least, which waits for its end."""
-    if not row.overlaps:
-        return summation_s
     buckets = _buckets(plan, work.parameters * BYTES[plan.payload])
     backward_s = (1 - FORWARD) * compute_s / plan.micro_batches  # only the last micro-batch's
-    hidden_s = min(summation_s * (1 - 1 / buckets), backward_s * (1 - 1 / buckets))
+    hidden_s = min(row.hides * summation_s, backward_s) * (1 - 1 / buckets)
     return summation_s - hidden_s
 
 
