@@ -234,7 +234,7 @@ def test_nonsense_is_refused_in_one_sentence(text, hours, words):
         searched(text, hours)
 
 
-@pytest.mark.parametrize("text", ["v3:0x4", "v3:4", "v3:4x4x0", "v3:-1x4", "v3:axb", "v4:2x2x2x2"])
+@pytest.mark.parametrize("text", ["v3:0x4", "v3:4", "v4:4x4x0", "v3:4x4x4", "v3:-1x4", "v3:axb", "v4:2x2x2x2"])
 def test_a_pod_without_chips_is_refused(text):
     with pytest.raises(UserError, match="shape is ROWSxCOLUMNS"):
         named(text)

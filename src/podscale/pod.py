@@ -42,6 +42,7 @@ CHIPS = {
     "h200": (1, 8, 141 * 10**9),
     "cpu": (1, 1, 4 << 30),
 }
+THREE_DIMENSIONS = ("v4", "v5p")  # kinds whose torus may have a third
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,14 @@ def named(text: str) -> Pod:
     kind, _, shape = text.partition(":")
     if kind not in CHIPS:
         raise UserError(f"there is no chip kind {kind!r}: {nearest(kind, CHIPS)}")
-    flat, by, last = shape.rpartition("x") if shape.count("x") == 2 else (shape, "", "1")
-    if by and (not last.isdecimal() or not int(last)):
+    deep = kind in THREE_DIMENSIONS and shape.count("x") == 2
+    flat, _, last = shape.rpartition("x") if deep else (shape, "", "1")
+    if not last.isdecimal() or not int(last):
         raise UserError(f"a 3-D pod's shape is ROWSxCOLUMNSxDEPTH, such as 4x4x8, not {shape!r}")
     rows, cols = parse_shape(flat)
     cores, chips_per_host, memory_bytes = CHIPS[kind]
-    chips, depth = rows * cols * int(last), int(last)
-    hosts = max(1, -(-chips // chips_per_host))
+    depth = int(last)
+    hosts = max(1, -(-rows * cols * depth // chips_per_host))
     return Pod(kind, rows, cols * depth, cores, hosts, memory_bytes=memory_bytes, depth=depth)
 
 

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 
 from podscale.errors import UserError
 from podscale.forecast.chips import chip, known
-from podscale.pod import Pod, place
+from podscale.pod import THREE_DIMENSIONS, Pod, place
 
 ALONE = "the model of time answers alone"
 NO_LIBTPU = f"libtpu is not installed here (pip install 'podscale[tpu]'): {ALONE}"
@@ -26,7 +26,6 @@ NO_COMPILER = f"there is no compiler for this kind of chip without the chip: {AL
 
 # libtpu looks for the machine's own TPU, at length, and allows one process at a time, unless told not to.
 _TPU_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-_THREE_DIMENSIONS = ("v4", "v5p")
 
 
 def why_not(where: Pod) -> str:
@@ -69,7 +68,7 @@ def topology_name(where: Pod) -> str:
     if not chip(where.kind).torus:
         return f"1x{where.rows}x{where.cols}"
     x, y, *z = where.dims
-    deep = z or [1] * (where.kind in _THREE_DIMENSIONS)
+    deep = z or [1] * (where.kind in THREE_DIMENSIONS)
     return f"{where.kind}:{'x'.join(map(str, (x, y, *deep)))}"
 
 
