@@ -45,7 +45,7 @@ def _compiled(plan: Plan) -> tuple[list[tuple[str, str]], dict[str, Any]]:
         except UserError as error:
             why = str(error)
         else:
-            return compile.rows(report), asdict(report)
+            return compile.rows(report), asdict(report) | {"fits": report.fits}
     return [("compiled", why)], {"why_not": why}
 
 
@@ -58,7 +58,7 @@ def searched(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list[st
     plan, work = _needs(recipe, wanted.kind)
     found = search.search(wanted, recipe, plan.counts, plan.memory, work)
     values = [
-        {"pod": f"{one.plan.pod.kind}:{one.plan.pod.shape}", "recipe": one.plan.recipe.name}
+        {"pod": f"{one.plan.pod.kind}:{search.shape(one.plan.pod)}", "recipe": one.plan.recipe.name}
         | {"tile": list(one.plan.tile), "summation": one.plan.summation, "micro_batches": one.plan.micro_batches}
         | model.to_dict(one)
         for one in found

@@ -53,6 +53,10 @@ class Report:
         """Arguments are donated: results take no memory of their own."""
         return self.argument_bytes + self.temporary_bytes + self.code_bytes
 
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.limit_bytes
+
 
 def compiled(plan: Plan) -> Report:
     """Compiles the plan's training call for its whole pod; a pod that is refused is the user's to change."""
@@ -156,7 +160,7 @@ def _group(line: str, devices: int) -> int:
 def rows(report: Report) -> list[tuple[str, str]]:
     """The compiler's word as names and values, for people."""
     mib = 2**20
-    fits = "fits" if report.total_bytes <= report.limit_bytes else "does not fit"
+    fits = "fits" if report.fits else "does not fit"
     lines = [
         (
             "compiled",

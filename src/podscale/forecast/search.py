@@ -13,7 +13,7 @@ from podscale.forecast.compute import Work
 from podscale.forecast.model import Forecast, forecast
 from podscale.options import Options
 from podscale.plan import Counts, Memory, Plan
-from podscale.pod import CHIPS, Pod, named
+from podscale.pod import CHIPS, THREE_DIMENSIONS, Pod, named
 from podscale.recipe import Recipe
 
 MOST_CHIPS = 4096
@@ -91,7 +91,11 @@ def alike(recipe: Recipe) -> list[Recipe]:
 
 
 def shapes(kind: str, count: int) -> Iterator[Pod]:
-    """The pods of so many chips: tori up to four times as long as wide; nodes of GPUs, or a part of one node."""
+    """The pods of so many chips: tori up to four times as long as wide; nodes of GPUs, or a part of one node.
+
+    >>> [pod.dims for pod in shapes("v4", 128)]
+    [(16, 8), (8, 4, 4), (4, 8, 4)]
+    """
     row = chips.chip(kind)
     if not row.torus:
         per_node = CHIPS[kind][1]
@@ -101,6 +105,17 @@ def shapes(kind: str, count: int) -> Iterator[Pod]:
     for rows in divisors(count):
         if rows <= count // rows <= max(4 * rows, 2):
             yield named(f"{kind}:{rows}x{count // rows}")
+    if kind in THREE_DIMENSIONS:
+        yield from _cubes(kind, count)
+
+
+def _cubes(kind: str, count: int) -> Iterator[Pod]:
+    """Three-dimensional tori are built of cubes of 4x4x4 chips."""
+    for depth in (d for d in divisors(count) if d % 4 == 0):
+        for rows in (r for r in divisors(count // depth) if r % 4 == 0 and r >= depth):
+            cols = count // depth // rows
+            if cols % 4 == 0 and depth <= cols and max(rows, cols) <= 4 * depth:
+                yield named(f"{kind}:{rows}x{cols}x{depth}")
 
 
 def _plans(wanted: Wanted, recipe: Recipe, counts: Counts, memory: Memory) -> Iterator[Plan]:
@@ -123,12 +138,18 @@ def _sliced(recipe: Recipe, pod: Pod, counts: Counts, memory: Memory) -> Iterato
                 yield replace(plan, summation=summation)
 
 
+def shape(pod: Pod) -> str:
+    """As `--pod` takes it, after the kind."""
+    x, y, *z = pod.dims
+    return "x".join(map(str, (y, x, *z)))
+
+
 def rows(found: list[Forecast]) -> list[list[str]]:
     """The table: one line for each number of chips."""
     return [
         [
             f"{f.plan.pod.rows * f.plan.pod.cols:,}",
-            f.plan.pod.shape,
+            shape(f.plan.pod),
             f"{f.train_s / 60:,.2f}",
             f"{f.chip_hours:,.1f}",
             f"{f.images_per_s:,.0f}",
