@@ -133,7 +133,7 @@ def _curve(kind: str) -> _Curve:
     """The chip's own curve, or another's, brought to its level.
 
     What a step costs before its first image is work too on a TPU (weights to load and to update), and grows with the
-    chip. On a GPU it is hundreds of kernels started one after the other, as long on every kind.
+    chip. On a GPU it is hundreds of kernels started one after the other, and goes with the clock.
     """
     row = chip(kind)
     if row.points:
@@ -142,9 +142,16 @@ def _curve(kind: str) -> _Curve:
     lender, lent = chip(row.curve), _curve(row.curve).line()
     if not row.rate:
         ratio = roofline_s(row, RESNET50) * row.cores / (roofline_s(lender, RESNET50) * lender.cores)
-        return lent.scaled(ratio if row.torus else 1, ratio)
+        return lent.scaled(ratio if row.torus else _clocks(lender, row), ratio)
     published = row.rate_images * row.cores / row.rate
-    return lent.scaled(1, (published - lent.fixed_s) / lent.images_s(row.rate_images))
+    fixed = _clocks(lender, row)
+    return lent.scaled(fixed, (published - fixed * lent.fixed_s) / lent.images_s(row.rate_images))
+
+
+def _clocks(lender: Chip, row: Chip) -> float:
+    """How much longer the same kernels take to start, one after the other."""
+    name = "clock_rate_ghz"
+    return float(lender.target[name] / row.target[name]) if row.target and lender.target else 1.0
 
 
 def _level(row: Chip) -> float:
