@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 
 import jax
 import pytest
+from flax import nnx
 from rich.console import Console
 
 import podscale
@@ -19,6 +20,7 @@ from podscale.forecast import chips, compute, model, plot, published, search
 from podscale.forecast.chips import chip, kinds
 from podscale.forecast.compute import RESNET50, step_s
 from podscale.forecast.published import IMAGENET
+from podscale.models.functional import functional
 from podscale.options import Options
 from podscale.plan import Memory
 from podscale.pod import named
@@ -105,6 +107,19 @@ def test_better_hardware_is_never_slower(changed, pod, field):
     before = forecast(pod).step_s
     changed(kind, **{field: 2 * getattr(chip(kind), field)})
     assert forecast(pod).step_s < before
+
+
+def test_a_model_without_products_still_has_a_forecast():
+    class Bias(nnx.Module):
+        def __init__(self):
+            self.bias = nnx.Param(jax.numpy.zeros(10))
+
+        def __call__(self, images):
+            return images.mean(axis=(1, 2, 3))[:, None] + self.bias[...]
+
+    recipe = recipes.load("digits")
+    work = compute.work_in(recipe, *functional(Bias()))
+    assert model.forecast(plans.make(recipe, named("h200:1x1"), IMAGENET), work).step_s > 0
 
 
 # --- steps and trainings ---------------------------------------------------------------------------------------------

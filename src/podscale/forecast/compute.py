@@ -59,7 +59,7 @@ def work_in(recipe: Recipe, net: Functional, params: Tree, stats: Tree) -> Work:
     return Work(
         flops=sum(_flops(e) for e in products) / FORWARD,
         bytes=PASSES * sum(out.aval.size * out.aval.dtype.itemsize for e in products for out in e.outvars),
-        layers=len(products),
+        layers=max(1, len(products)),
         norms=len(moments) // 2,
         norm_channels=sum(math.prod(shape) for shape in moments) // 2,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
