@@ -150,14 +150,71 @@ def _predict(arguments: argparse.Namespace) -> Any:
 
 
 def _plan(arguments: argparse.Namespace) -> Any:
+    if arguments.published:
+        return _published(arguments)
     recipe = _recipe(arguments)
-    from podscale import memory, pod
+    if arguments.search:
+        return _searched(arguments, recipe)
+    from podscale.forecast import answers
+
+    options, name = _plan_options(arguments), ""
+    if arguments.pod and answers.follows_from(recipe):
+        name = answers.key(recipe, arguments.pod, options, arguments.compile)
+    answer = answers.kept(name) if name else None
+    if answer is None:
+        answer = _asked(arguments, recipe, options)
+        if name:
+            answers.keep(name, answer)
     from podscale.report import words
 
+    _console(arguments).print(words.table("plan", answer["rows"]))
+    return answer["values"] | (_drawn(arguments, recipe) if arguments.plot else {})
+
+
+def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
+    from podscale import pod
+    from podscale.forecast import ask, described
+
+    if arguments.pod:
+        described.leave_chips_alone()
     where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
-    plan = memory.planned(recipe, where, _plan_options(arguments))
-    _console(arguments).print(words.table("plan", plan.rows()))
-    return plan.to_dict() | {"recipe": recipe.name}
+    with _console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
+        return ask.about(recipe, where, options, arguments.compile)._asdict()
+
+
+def _published(arguments: argparse.Namespace) -> Any:
+    from podscale.forecast import published
+    from podscale.report import words
+
+    found = published.compare()
+    values = published.to_dict(found)
+    _console(arguments).print(words.columns(published.HEAD, published.rows(found)))
+    _console(arguments).print(
+        f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} "
+        "(* further checks, not counted; no constant comes from any row)",
+        highlight=False,
+    )
+    return values
+
+
+def _searched(arguments: argparse.Namespace, recipe: Recipe) -> Any:
+    from podscale.forecast import ask, search
+    from podscale.report import words
+
+    rows, values = ask.searched(recipe, arguments.search, arguments.chip_hours)
+    _console(arguments).print(words.columns(search.HEAD, rows))
+    return values | (_drawn(arguments, recipe) if arguments.plot else {})
+
+
+def _drawn(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    from podscale.forecast import ask
+
+    kind = (arguments.search or arguments.pod).partition(":")[0]
+    if not kind:
+        raise UserError("--plot needs a kind of chip: give --pod KIND:RxC or --search KIND")
+    found = ask.drawn(recipe, kind, arguments.plot)
+    _console(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
+    return found
 
 
 def _recipes(arguments: argparse.Namespace) -> Any:
@@ -288,21 +345,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _options() -> list[str]:
-    own = [
-        "--json",
-        "--run",
-        "--until",
-        "--allow-changed",
-        "--pod",
-        "--checkpoint",
-        "--images",
-        "--repeats",
-        "--coordinator",
-    ]
-    own += ["--processes", "--process", "--source", "--longest", "--quality", "--subsampling", "--raw", "--shard-mib"]
-    own += ["--feed", "--threads"]
+    own = (
+        "--json --run --until --allow-changed --pod --checkpoint --images --repeats --coordinator --processes --process"
+    )
+    own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
+    own += " --no-compile --published --search --chip-hours --plot"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
-    return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
+    return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -337,6 +386,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _takes_recipe(plan, "digits")
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help="a pod that need not be here, such as v3:32x32")
+    plan.add_argument("--no-compile", dest="compile", action="store_false", help="predict only; compile nothing")
+    plan.add_argument("--published", action="store_true", help="the predictions beside published trainings")
+    plan.add_argument("--search", metavar="KIND[:CHIPS]", default="", help="find the pods that train soonest")
+    plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: spend no more")
+    plan.add_argument("--plot", metavar="FILE.svg", default="", help="draw how the recipe scales on this kind of chip")
 
     _verb(verbs, "recipes", _recipes, "list the recipes that come with podscale", "recipes")
 

@@ -128,7 +128,7 @@ def compiled(lowered: Any, plan: Plan, run: Run | None) -> Any:
     order each time are not tried at all.
     """
     if not plan.deterministic or jax.default_backend() != "gpu":
-        return lowered.compile()
+        return lowered.compile(steps.compiler_options(plan) or None)
     options = {"xla_gpu_exclude_nondeterministic_ops": True}
     with programs_kept_in(run.programs) if run else nullcontext():
         return lowered.compile(options)

@@ -97,6 +97,17 @@ def train_call(
     return jax.jit(mapped, donate_argnums=0)
 
 
+def compiler_options(plan: Plan) -> dict[str, Any]:
+    """What the compiler must be told so that the program does what the plan says.
+
+    The TPU compiler makes one sum of all buckets, which then cannot start before the backward pass has ended, unless
+    told how large a sum may become.
+    """
+    if not plan.pod.devices or plan.pod.devices[0].platform != "tpu" or not plan.bucket_bytes:
+        return {}
+    return {"xla_jf_crs_combiner_threshold_in_bytes": plan.bucket_bytes}
+
+
 def _update(
     net: Functional,
     plan: Plan,

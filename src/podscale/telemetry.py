@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from podscale.forecast.model import Forecast, beside
 from podscale.goodput import History
 from podscale.plan import Plan
 from podscale.pod import first_ones, speaks
@@ -124,9 +125,10 @@ class Teller:
         console: Console,
         start: int,
         until: Until | None,
+        forecast: Forecast | None = None,
     ) -> None:
         self.run, self.plan, self.ledger, self.console = run, plan, ledger, console
-        self.until, self._start = until, start
+        self.until, self._start, self._forecast = until, start, forecast
         # Evaluations of a checkpoint that was lost do not count.
         past = [line for line in run.metrics() if line["step"] <= start] if start else []
         self._evals = [line for line in past if line["event"] == "eval"]
@@ -243,6 +245,10 @@ class Teller:
             "run_seconds": {name: round(s, 3) for name, s in self._history.parts(parts).items()},
             "goodput": self._history.goodput(parts),
         }
+        if self._forecast and step > self._start:
+            done = step - self._start
+            times = (parts.get(name, 0.0) / done for name in ("train", "input wait"))
+            found["step"] = beside(self._forecast, *times)
         self._write("end", step, seconds=train_s)
         if speaks():
             with self.bearing(OSError):

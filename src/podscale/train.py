@@ -16,6 +16,9 @@ from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
 from podscale.errors import PreemptedError, UserError
 from podscale.faults import OddReplicaError, Replicas, Stop
+from podscale.forecast import chips
+from podscale.forecast.compute import work_in
+from podscale.forecast.model import Forecast, forecast
 from podscale.job import Evaluator, Job, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
@@ -84,7 +87,7 @@ def _session(
     with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, checkpoints, console)
-        teller = Teller(run, job.plan, ledger, console, start, until)
+        teller = Teller(run, job.plan, ledger, console, start, until, _forecast(job))
         if start == job.plan.steps or teller.reached():
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
@@ -93,6 +96,13 @@ def _session(
                 return _train_from(start, job, checkpoints, teller, stop)
         finally:
             teller.close()
+
+
+def _forecast(job: Job) -> Forecast | None:
+    """What the plan's step should take, for kinds of chips that are known."""
+    if chips.known(job.plan.pod.kind) is None:
+        return None
+    return forecast(job.plan, work_in(job.recipe, job.net, job.state.params, job.state.stats))
 
 
 def _opened(job: Job, claim: Claim, facts: dict[str, Any], folder: Path, allowed: Collection[str]) -> Run:
