@@ -35,7 +35,7 @@ from podscale.data import decode
 from podscale.data.order import crop_boxes
 from podscale.recipe import Augment
 
-native = decode._native
+native = decode.native
 
 
 @dataclass(frozen=True)

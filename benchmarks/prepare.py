@@ -2,7 +2,7 @@
 core: at least 2.6 times without loss, 5 times with at most 400 pixels a side, 18 times as pixels of that size.
 
 Prepares the JPEGs below a folder in every way of the table, and times the whole training transform (read, decode,
-random-resized crop, mirror, uint8) by `decode.crop_batch` on each result, beside Pillow on the original files as
+random-resized crop, mirror, uint8) by `cropping.crop_batch` on each result, beside Pillow on the original files as
 torchvision uses it. Everything runs in turn in one process on one core, for several rounds, every file having been read
 before; medians of CPU time are compared. Bytes are those of the shards, labels and tar headers included.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from input_peers import Task, pillow
 
-from podscale.data import decode
+from podscale.data import cropping, decode
 from podscale.data.index import Index, open_index
 from podscale.data.order import crop_boxes
 from podscale.data.prepare import Settings, prepare
@@ -101,7 +101,7 @@ def boxes_of(index: Index, size: int) -> tuple[np.ndarray, np.ndarray]:
 def ours(index: Index, size: int) -> Callable[[], None]:
     boxes, flips = boxes_of(index, size)
     out = np.zeros((len(index), size, size, 3), np.uint8)
-    return lambda: decode.crop_batch(index, np.arange(len(index)), boxes, flips, size, out)
+    return lambda: cropping.crop_batch(index, np.arange(len(index)), boxes, flips, size, out)
 
 
 def by_pillow(index: Index, size: int) -> Callable[[], None]:

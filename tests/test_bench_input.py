@@ -61,8 +61,8 @@ def test_every_stage_crop_and_cache_has_its_rate(photos):
     }
     for row in rows.values():
         assert row["scaling"] == pytest.approx(row["images_per_s_all"] / (2 * row["images_per_s_one"]))
-        assert row["core_had"] is None or 0 < row["core_had"] < 1.1
-    assert 0 < found["core_had"] < 1.1
+        assert row["cores_had"] is None or 0 < row["cores_had"] < 1.1
+    assert 0 < found["cores_had"] < 1.1
     assert min(found["loader"].values()) > 0
     assert found["hand_over"]["copies"] is False
     assert found["kept"] == "decoded"  # two dozen small pictures fit anywhere
@@ -152,8 +152,8 @@ def test_the_verdict_is_one_sentence(found, feed, sentence):
 def test_people_are_told_that_other_work_disturbs(photos):
     found, text = measured(photos), io.StringIO()
     for had, said in ((0.5, True), (0.99, False)):
-        rates.show(found | {"core_had": had}, Console(file=text, width=200))
-        assert ("a thread had 50% of a core; trust no figure." in text.getvalue()) == said
+        rates.show(found | {"cores_had": had}, Console(file=text, width=200))
+        assert ("had 50% of the cores: other work runs on this machine" in text.getvalue()) == said
         text.truncate(0)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from podscale import job, pod
 from podscale import recipe as recipes
-from podscale.data import cache, decode
+from podscale.data import cache, cropping, decode
 from podscale.data.files import Files
 from podscale.data.index import open_index
 from podscale.data.order import crop_boxes, eval_boxes
@@ -54,7 +54,7 @@ def crops(index, samples, *, pool=None):
     for pixels, (boxes, flips) in zip(
         out, (trained, (eval_boxes(0.875, sizes), np.zeros(len(samples), bool))), strict=True
     ):
-        decode.crop_batch(index, samples, boxes, flips, SIZE, pixels, pool)
+        cropping.crop_batch(index, samples, boxes, flips, SIZE, pixels, pool)
     return out
 
 
@@ -118,7 +118,7 @@ def test_from_the_second_pass_on_no_file_is_needed(tmp_path, kind):
     first = crops(index, samples)
     shutil.rmtree(tmp_path / "data")
     np.testing.assert_array_equal(crops(index, samples), first)
-    decode.advise(index, samples)
+    cropping.advise(index, samples)
 
 
 def test_places_are_aligned_and_do_not_overlap():

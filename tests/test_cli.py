@@ -139,10 +139,26 @@ def test_recipes_are_listed(tmp_path):
 
 
 def test_a_plan_for_the_papers_pod_needs_no_pod_and_no_data(tmp_path):
-    found = answer(tmp_path, "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--json")
+    found = answer(tmp_path, "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--no-compile", "--json")
     assert (found["pod"]["devices"], found["images_per_device"], found["steps"]) == (2048, 16, 2816)
     assert 20e6 * 4 < found["bytes_per_device"]["parameters"] < 300e6
     assert not os.listdir(tmp_path)
+
+
+def test_the_forecast_stands_beside_published_trainings(tmp_path):
+    found = answer(tmp_path, "plan", "--published", "--json")
+    assert found["median_error"] <= 0.15
+    assert found["largest_error"] <= 0.30
+    shown = podscale(tmp_path, "plan", "--published").stdout
+    assert "76.97 s" in shown
+    assert "median error" in shown
+
+
+def test_a_search_draws_its_picture(tmp_path):
+    done = podscale(tmp_path, "plan", "resnet50-imagenet-32k", "--search", "v3", "--plot", "scaling.svg")
+    assert done.returncode == 0, done.stderr
+    assert "chip-hours" in done.stdout
+    assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
 
 
 def test_a_plan_on_virtual_devices(tmp_path):
@@ -275,6 +291,9 @@ MISTAKES = [
     (("train", "--run", "file.txt"), "file.txt"),
     (("train", "--run", "file.txt/run"), "file.txt"),
     (("plan", "--pod", "v9:2x2"), "'v9'"),
+    (("plan", "--pod", "v3:0x2"), "ROWSxCOLUMNS"),
+    (("plan", "--search", "v3:none"), "KIND or KIND:CHIPS"),
+    (("plan", "digits", "--pod.virtual", "2x2", "--plot", "a.svg"), "--plot needs a kind of chip"),
     (("eval",), "there is no run under runs"),
     (("bench", "step", "digits", "--images", "8", "--repeats", "0"), "repeats"),
     (("export", "--to", "x.onnx"), "there is no run under runs"),

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from podscale.data import randaugment
-from podscale.data.decode import crop, crop_batch, decode, read_header
+from podscale.data.cropping import crop_batch
+from podscale.data.decode import crop, decode, read_header
 from podscale.data.index import files_index
 from podscale.errors import UserError
 

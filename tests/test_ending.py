@@ -44,6 +44,33 @@ def test_ctrl_c_while_compiling_ends_with_its_own_code(tmp_path):
     assert "Traceback" not in errors
 
 
+DROPPED = """
+import gc, signal, sys, time
+from podscale import cli
+
+def collecting(phase, _):
+    if phase == "stop" and not interrupted:
+        interrupted.append(True)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0)  # here Python raises, and drops what it raised
+
+cli._heed_interrupts()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupted = []
+gc.callbacks.append(collecting)
+try:
+    gc.collect()
+    time.sleep(20)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_in_the_middle_of_a_garbage_collection_is_heard():
+    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 TINY = "--model.name resnet8 --model.stem small --model.width 8 --data.image_size 16".split()
 
 

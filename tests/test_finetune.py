@@ -19,7 +19,7 @@ from podscale import job as jobs
 from podscale import pod as pods
 from podscale import recipe as recipes
 from podscale.checkpoint import Checkpoints
-from podscale.data import augment, decode
+from podscale.data import augment, cropping
 from podscale.data.index import open_index
 from podscale.data.order import Order, crop_boxes
 from podscale.errors import UserError
@@ -198,7 +198,7 @@ def plain_head(recipe):
         samples, passes = order.at(at, positions)
         boxes, flips = crop_boxes(recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size)
         images = np.empty((len(samples), size, size, 3), np.uint8)
-        decode.crop_batch(data.train, samples, boxes, flips, size, images)
+        cropping.crop_batch(data.train, samples, boxes, flips, size, images)
         loss, grads = gradient(head, images, data.train.labels[samples], jnp.int32(at))
         updates, state = optimizer.update(grads, state, head)
         head = optax.apply_updates(head, updates)

@@ -13,7 +13,7 @@ import pytest
 from podscale import job as jobs
 from podscale import models, norm, optim, pod, step
 from podscale import recipe as recipes
-from podscale.data import augment, decode, loader
+from podscale.data import augment, cropping, loader
 from podscale.data.index import open_index
 from podscale.data.order import Order, crop_boxes
 from podscale.models.functional import functional
@@ -86,7 +86,7 @@ def plainly(recipe):
         samples, passes = order.at(at, positions)
         boxes, flips = crop_boxes(recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size)
         images = np.empty((len(samples), size, size, 3), np.uint8)
-        decode.crop_batch(data.train, samples, boxes, flips, size, images)
+        cropping.crop_batch(data.train, samples, boxes, flips, size, images)
         (loss, moments), grads = gradient(params, stats, images, data.train.labels[samples], jnp.int32(at))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from PIL import Image
 
+from podscale.data.bad import BadPictures
 from podscale.data.decode import crop
 from podscale.data.index import Index, files_index, open_index
 from podscale.data.loader import Batch, Batches, _TrainJob, eval_batches, train_batches
@@ -186,7 +187,7 @@ def test_a_range_longer_than_a_call_is_no_batch(index, recipe):
     plan = planned(recipe, len(index), layout(1, 1, 1), 4)
     with (
         train_batches(index, plan, [range(5)], sharding(1, 2)) as batches,
-        pytest.raises(ValueError, match="could not broadcast"),
+        pytest.raises(ValueError, match="do not fit a call"),
     ):
         next(batches)
 
@@ -201,7 +202,7 @@ def test_a_sharding_over_other_devices_than_the_plans_is_no_batch(index, recipe,
     plan = planned(recipe, len(index), layout(2, 1, 1), 1)
     with (
         train_batches(index, plan, [range(1)], sharding(devices, 2)) as batches,
-        pytest.raises(ValueError, match="could not broadcast"),
+        pytest.raises(ValueError, match="do not fit a call"),
     ):
         next(batches)
 
@@ -277,6 +278,7 @@ class Making:
     """Makes batches as a function says, each of which tells its number."""
 
     device, index = jax.devices()[0], Index(np.zeros(0, np.int32), np.zeros((0, 2), np.int32))
+    bad = BadPictures(index, 1, 0.0)
 
     def __init__(self, work):
         self.work = work

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from podscale.data import decode
+from podscale.data import cropping, decode
 from podscale.data.index import Index, files_index
 from podscale.errors import UserError
 
@@ -118,7 +118,7 @@ def files(*contents):
 
 def cropped(data, box, size=16, flip=False):
     out = np.zeros((1, size, size, 3), np.uint8)
-    decode.crop_batch(files(data), np.array([0]), np.array([box], np.float64), np.array([flip]), size, out)
+    cropping.crop_batch(files(data), np.array([0]), np.array([box], np.float64), np.array([flip]), size, out)
     return out[0]
 
 
@@ -232,7 +232,7 @@ def test_a_batch_is_the_same_in_any_number_of_threads():
         assert np.array_equal(found, expected)
     found[:] = 0
     with ThreadPoolExecutor(3) as pool:
-        decode.crop_batch(files(*sources), samples, boxes, flips, 32, found, pool)
+        cropping.crop_batch(files(*sources), samples, boxes, flips, 32, found, pool)
     assert np.array_equal(found, expected)
 
 
@@ -301,7 +301,7 @@ def test_a_file_that_changed_is_read_anew_by_the_plain_twin(tmp_path, monkeypatc
     monkeypatch.setattr(Index, "sources", lambda *_: ([str(path)], np.zeros(1, np.int64), np.array([10], np.int64)))
     out, expected = np.zeros((2, 1, 16, 16, 3), np.uint8)
     box = np.array([[0.0, 0, 20, 20]])
-    decode.crop_batch(index, np.array([0]), box, np.array([False]), 16, out)
+    cropping.crop_batch(index, np.array([0]), box, np.array([False]), 16, out)
     decode.crop(path.read_bytes(), box[0], False, 16, expected[0])
     assert np.array_equal(out, expected)
 
@@ -357,9 +357,9 @@ def test_arrays_are_cropped_natively_with_the_plain_twins_pixels(monkeypatch):
     boxes = np.array([any_box(rng, 41, 30) for _ in samples])
     boxes[7] = (-3, 2, 20, 40)  # reflected: left to the plain twin
     flips, found = rng.random(50) < 0.5, np.zeros((2, 50, 24, 24, 3), np.uint8)
-    decode.crop_batch(index, samples, boxes, flips, 24, found[0])
+    cropping.crop_batch(index, samples, boxes, flips, 24, found[0])
     monkeypatch.setenv("PODSCALE_DECODER", "plain")
-    decode.crop_batch(index, samples, boxes, flips, 24, found[1])
+    cropping.crop_batch(index, samples, boxes, flips, 24, found[1])
     assert np.array_equal(*found)
 
 
@@ -657,13 +657,13 @@ def mutated(rng, data):
 def test_without_the_module_the_plain_twin_decodes(monkeypatch):
     data = jpeg(np.random.default_rng(6), 50, 40)
     expected = cropped(data, (3, 4, 40, 35))
-    monkeypatch.setattr(decode, "_native", None)
+    monkeypatch.setattr(decode, "native", None)
     assert decode.decoder().startswith("plain (the native decoder was not built")
     assert np.array_equal(cropped(data, (3, 4, 40, 35)), expected)
 
 
 def test_the_environment_chooses(monkeypatch):
-    monkeypatch.setattr(decode, "_crop_natively", None)
+    monkeypatch.setattr(cropping, "_crop_natively", None)
     monkeypatch.setenv("PODSCALE_DECODER", "plain")
     assert decode.decoder() == "plain (PODSCALE_DECODER asks for it)"
     cropped(jpeg(np.random.default_rng(7), 50, 40), (3, 4, 40, 35))

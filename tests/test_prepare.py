@@ -15,7 +15,7 @@ import pytest
 import writers
 from PIL import Image
 
-from podscale.data import catalog, decode, prepare, shards
+from podscale.data import catalog, cropping, decode, prepare, shards
 from podscale.data.index import open_index
 from podscale.data.order import crop_boxes
 from podscale.data.prepare import Settings
@@ -101,7 +101,7 @@ def crops(index, size=48):
     samples = np.arange(len(index))
     boxes, flips = crop_boxes(Augment(), 7, np.zeros_like(samples), samples, index.sizes, size)
     out = np.zeros((len(index), size, size, 3), np.uint8)
-    decode.crop_batch(index, samples, boxes, flips, size, out)
+    cropping.crop_batch(index, samples, boxes, flips, size, out)
     return out
 
 

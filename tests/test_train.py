@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_array_that_differ
 
 def test_a_run_is_not_continued_on_other_data(undisturbed, recipe):
     plan = json.loads((undisturbed[0] / "plan.json").read_text())
-    with pytest.raises(UserError, match=r"other data \(1437 train, now 1400\)"):
+    with pytest.raises(UserError, match=r"other data \(train 1437, now 1400\)"):
         Run.create(undisturbed[0], recipe, plan | {"counts": plan["counts"] | {"train": 1400}}, tuple("0123456789"))
     with pytest.raises(UserError, match="other classes"):
         Run.create(undisturbed[0], recipe, plan, tuple("abcdefghij"))

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from podscale import plan as plans
 from podscale import recipe as recipes
-from podscale.data import cache, decode, loader
-from podscale.data.files import Progress
+from podscale.data import cache, cropping, decode, loader
 from podscale.data.index import Index, open_index
 from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
@@ -54,7 +53,7 @@ class Crops:
         return len(self.samples)
 
     def make(self, part: slice) -> None:
-        decode.crop_batch(
+        cropping.crop_batch(
             self.index, self.samples[part], self.boxes[part], self.flips[part], self.out.shape[1], self.out[part]
         )
 
@@ -79,11 +78,10 @@ def measure(
     images: int = 512,
     feed: float = 0.0,
     threads: int = 0,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Images per second, by stage, crop, cache and threads, and a verdict on feeding `feed` images/s (0: one GPU's)."""
     _check(images, feed, threads)
-    index = open_index(replace(recipe.data, classes=0, train_samples=0, val_samples=0), progress).train
+    index = open_index(replace(recipe.data, classes=0, train_samples=0, val_samples=0)).train
     if index.files is None:
         raise UserError(f'data.source "{recipe.data.source}" is in memory; `bench input` measures pictures in files')
     threads = threads or loader.cpus()
@@ -105,7 +103,7 @@ def measure(
         "cores": loader.cpus(),
         "stages": stages,
         "crops": whole,
-        "core_had": statistics.median(row["core_had"] for row in whole if row["core_had"] is not None),
+        "cores_had": statistics.median(row["cores_had"] for row in whole if row["cores_had"] is not None),
         "hand_over": hand_over,
         "loader": _loader_rates(plan, crops["train"], whole, threads),
         "kept": _kept(index, recipe, options),
@@ -154,7 +152,8 @@ def _stages(crops: Crops, pool: Executor, threads: int, handed_over: float) -> l
     """Each stage alone: images/s of one core, of all threads at once, and its share of the time if files are warm."""
     time_one = _native_stages if _is_native(crops) else _plain_stages
     crops.make(slice(None))  # the files are in the page cache from here on
-    one, all_ = time_one(crops, slice(None)), _of_all(time_one, crops, pool, threads)
+    rounds = [(time_one(crops, slice(None)), _of_all(time_one, crops, pool, threads)) for _ in range(ROUNDS)]
+    one, all_ = (_medians(list(found)) for found in zip(*rounds, strict=True))
     one["hand-over"] = all_["hand-over"] = len(crops) / handed_over
     whole = sum(one.values())
     shares = {stage: seconds / whole for stage, seconds in one.items()}
@@ -173,6 +172,10 @@ def _stages(crops: Crops, pool: Executor, threads: int, handed_over: float) -> l
         for stage, seconds in one.items()
         if seconds
     ]
+
+
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
+    return {stage: statistics.median(seconds[stage] for seconds in found) for stage in found[0]}
 
 
 def _of_all(time_one: Callable[[Crops, slice], dict[str, float]], crops: Crops, pool: Executor, threads: int) -> Any:
@@ -259,18 +262,19 @@ def _warm_rates(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
     _seconds(crops, pool)
     found = []
     for _ in range(ROUNDS):
-        began, worked = time.perf_counter(), time.thread_time()
         one = _rate(crops, None)
-        had = (time.thread_time() - worked) / (time.perf_counter() - began)
-        found.append((one, _rate(crops, pool), had))
+        began, worked = time.perf_counter(), time.process_time()
+        all_ = _rate(crops, pool)
+        had = (time.process_time() - worked) / (time.perf_counter() - began)
+        found.append((one, all_, had / min(threads, loader.cpus())))
     medians = [statistics.median(values) for values in zip(*found, strict=True)]
     return _row(medians[0], medians[1], threads, medians[2])
 
 
 def _row(one: float | None, all_: float | None, threads: int, had: float | None = None) -> dict[str, Any]:
-    """`core_had`: which part of a core one thread got; it waits for nothing, so other work had the rest."""
+    """`cores_had`: which part of the cores all threads together got."""
     scaling = all_ / (threads * one) if one and all_ else None
-    return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling, "core_had": had}
+    return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling, "cores_had": had}
 
 
 def _rate(crops: Crops, pool: Executor | None) -> float:
@@ -283,8 +287,8 @@ def _rate(crops: Crops, pool: Executor | None) -> float:
 
 def _seconds(crops: Crops, pool: Executor | None, passes: int = 1) -> float:
     """Of some passes over the pictures, in the loader's portions, without a pause between passes."""
-    starts = range(0, len(crops), decode.PICTURES_PER_TASK)
-    parts = [slice(start, start + decode.PICTURES_PER_TASK) for start in starts] * passes
+    starts = range(0, len(crops), cropping.PICTURES_PER_TASK)
+    parts = [slice(start, start + cropping.PICTURES_PER_TASK) for start in starts] * passes
     began = time.perf_counter()
     for _ in map(crops.make, parts) if pool is None else pool.map(crops.make, parts):
         pass

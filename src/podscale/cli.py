@@ -4,11 +4,13 @@ Every field of a recipe is an option, `--section.field VALUE`, and so are the ch
 A mistake of the user's gets one sentence and exit code 2.
 """
 
+import _thread
 import argparse
 import dataclasses
 import errno
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +30,7 @@ OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errn
 
 def run() -> NoReturn:
     """The program: runs a verb and ends the process."""
+    _heed_interrupts()
     try:
         code = main()
     except Exception:
@@ -38,6 +41,19 @@ def run() -> NoReturn:
     if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
         os._exit(code)
     sys.exit(0)
+
+
+def _heed_interrupts() -> None:
+    """Ctrl-C is heard again where Python drops it: in the middle of a garbage collection, of which JAX has many."""
+    report = sys.unraisablehook
+
+    def heed(dropped: Any) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()  # at once, it would be dropped again
+        else:
+            report(dropped)
+
+    sys.unraisablehook = heed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,12 +111,15 @@ def _kept_clean() -> Iterator[TextIO]:
 def _train(arguments: argparse.Namespace) -> Any:
     recipe = _recipe(arguments)
     until = Until.parse(arguments.until) if arguments.until else None
+    allowed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
     from podscale import train
     from podscale.report import words
 
     pod, options = _pod(arguments), _plan_options(arguments)
     console = _console(arguments)  # after the processes have joined: only the first one's says anything
-    summary = train.train(recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console)
+    summary = train.train(
+        recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console, allow_changed=allowed
+    )
     words.show(summary, console)
     return summary
 
@@ -143,14 +162,71 @@ def _export(arguments: argparse.Namespace) -> Any:
 
 
 def _plan(arguments: argparse.Namespace) -> Any:
+    if arguments.published:
+        return _published(arguments)
     recipe = _recipe(arguments)
-    from podscale import memory, pod
+    if arguments.search:
+        return _searched(arguments, recipe)
+    from podscale.forecast import answers
+
+    options, name = _plan_options(arguments), ""
+    if arguments.pod and answers.follows_from(recipe):
+        name = answers.key(recipe, arguments.pod, options, arguments.compile)
+    answer = answers.kept(name) if name else None
+    if answer is None:
+        answer = _asked(arguments, recipe, options)
+        if name:
+            answers.keep(name, answer)
     from podscale.report import words
 
+    _console(arguments).print(words.table("plan", answer["rows"]))
+    return answer["values"] | (_drawn(arguments, recipe) if arguments.plot else {})
+
+
+def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
+    from podscale import pod
+    from podscale.forecast import ask, described
+
+    if arguments.pod:
+        described.leave_chips_alone()
     where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
-    plan = memory.planned(recipe, where, _plan_options(arguments))
-    _console(arguments).print(words.table("plan", plan.rows()))
-    return plan.to_dict() | {"recipe": recipe.name}
+    with _console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
+        return ask.about(recipe, where, options, arguments.compile)._asdict()
+
+
+def _published(arguments: argparse.Namespace) -> Any:
+    from podscale.forecast import published
+    from podscale.report import words
+
+    found = published.compare()
+    values = published.to_dict(found)
+    _console(arguments).print(words.columns(published.HEAD, published.rows(found)))
+    _console(arguments).print(
+        f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} "
+        "(* further checks, not counted; no constant comes from any row)",
+        highlight=False,
+    )
+    return values
+
+
+def _searched(arguments: argparse.Namespace, recipe: Recipe) -> Any:
+    from podscale.forecast import ask, search
+    from podscale.report import words
+
+    rows, values = ask.searched(recipe, arguments.search, arguments.chip_hours)
+    _console(arguments).print(words.columns(search.HEAD, rows))
+    return values | (_drawn(arguments, recipe) if arguments.plot else {})
+
+
+def _drawn(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    from podscale.forecast import ask
+
+    kind = (arguments.search or arguments.pod).partition(":")[0]
+    if not kind:
+        raise UserError("--plot needs a kind of chip: give --pod KIND:RxC or --search KIND")
+    found = ask.drawn(recipe, kind, arguments.plot)
+    _console(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
+    return found
 
 
 def _recipes(arguments: argparse.Namespace) -> Any:
@@ -281,11 +357,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _options() -> list[str]:
-    own = ["--json", "--run", "--until", "--pod", "--checkpoint", "--images", "--repeats", "--coordinator"]
-    own += ["--processes", "--process", "--source", "--longest", "--quality", "--subsampling", "--raw", "--shard-mib"]
-    own += ["--feed", "--threads", "--to", "--format", "--init", "--freeze"]
+    own = (
+        "--json --run --until --allow-changed --pod --checkpoint --images --repeats --coordinator --processes --process"
+    )
+    own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
+    own += " --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
-    return own + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
+    return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -300,6 +378,10 @@ def _parser() -> argparse.ArgumentParser:
     train = _verb(verbs, "train", _train, "train a recipe, or resume it", "train cifar10 --data.path cifar10.npz")
     _takes_recipe(train, "digits")
     train.add_argument("--until", metavar="accuracy=X", default="", help="stop at the first evaluation that reaches it")
+    text = (
+        "go on with a run although one of these differs: recipe, data, versions (of libraries); or several, by commas"
+    )
+    train.add_argument("--allow-changed", metavar="WHAT", default="", help=text)
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
 
     text = "weights to begin from: a run's folder, .safetensors, or torchvision's .pth; the same as --model.init"
@@ -330,6 +412,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _takes_recipe(plan, "digits")
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help="a pod that need not be here, such as v3:32x32")
+    plan.add_argument("--no-compile", dest="compile", action="store_false", help="predict only; compile nothing")
+    plan.add_argument("--published", action="store_true", help="the predictions beside published trainings")
+    plan.add_argument("--search", metavar="KIND[:CHIPS]", default="", help="find the pods that train soonest")
+    plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: spend no more")
+    plan.add_argument("--plot", metavar="FILE.svg", default="", help="draw how the recipe scales on this kind of chip")
 
     _verb(verbs, "recipes", _recipes, "list the recipes that come with podscale", "recipes")
 

@@ -6,6 +6,7 @@ the pod: a checkpoint written on one can be verified on any other, and replicas 
 alone. An odd factor can be undone, so a word that differs in whatever bits always changes the sum.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,12 +32,12 @@ def of(tree: Any) -> jax.Array:
     return jnp.stack([_one(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def of_replicas(tree: Any, mesh: Mesh) -> jax.Array:
-    """The digests of the copy that each device holds of replicated arrays: [devices in the order of `mesh`, arrays].
+def of_replicas(mesh: Mesh) -> Callable[[Any], jax.Array]:
+    """A function of replicated arrays: the digests of the copy that each device holds, [devices of the mesh, arrays].
 
     Every process gets all of them, to see whether its own copy is the odd one out.
     """
-    own = jax.shard_map(
+    mapped = jax.shard_map(
         lambda copy: lax.all_gather(of(copy), ALL_AXES),
         mesh=mesh,
         in_specs=P(),
@@ -44,7 +45,7 @@ def of_replicas(tree: Any, mesh: Mesh) -> jax.Array:
         axis_names=set(ALL_AXES),
         check_vma=False,
     )
-    return jax.jit(own)(tree)
+    return jax.jit(mapped)
 
 
 def _one(array: jax.Array) -> jax.Array:

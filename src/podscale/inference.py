@@ -43,7 +43,9 @@ def evaluate(
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         step = weights.chosen_step(run, checkpoints, which)
         state = checkpoints.restore(step, job.state)
-    return {**Evaluator(job)(state), "checkpoint": step, "run": str(run.folder)}
+    evaluator = Evaluator(job)
+    found = evaluator(state)
+    return {**found, "unreadable": evaluator.unreadable, "checkpoint": step, "run": str(run.folder)}
 
 
 def predict(

@@ -140,7 +140,7 @@ def compiled(lowered: Any, plan: Plan, run: Run | None) -> Any:
     order each time are not tried at all.
     """
     if not plan.deterministic or jax.default_backend() != "gpu":
-        return lowered.compile()
+        return lowered.compile(steps.compiler_options(plan) or None)
     options = {"xla_gpu_exclude_nondeterministic_ops": True}
     with programs_kept_in(run.programs) if run else nullcontext():
         return lowered.compile(options)
@@ -174,6 +174,7 @@ class Evaluator:
 
     def __init__(self, job: Job, run: Run | None = None) -> None:
         self._job = job
+        self.unreadable: list[str] = []  # pictures that the last evaluation could not read, in words
         self._sharding = pods.batch_sharding(job.mesh)
         size, count = job.recipe.data.image_size, job.plan.eval_images * job.plan.pod.size
         images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=self._sharding)
@@ -189,6 +190,7 @@ class Evaluator:
         with loader.eval_batches(job.data.val, job.recipe, self._sharding, job.plan.eval_images) as batches:
             for batch in batches:
                 tally = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
+            self.unreadable = batches.bad.news()
         found = jax.device_get(tally)
         count = int(found.examples)
         return {

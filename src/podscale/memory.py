@@ -53,18 +53,18 @@ def _output_bytes(recipe: Recipe, net: Functional, params: Tree, stats: Tree) ->
     traced = jax.make_jaxpr(lambda p, s, x: net.train(p, s, x, Groups()))(params, stats, image)
     return sum(
         _bytes([out.aval for out in equation.outvars])
-        for equation in _equations(traced.jaxpr)
+        for equation in equations(traced.jaxpr)
         if equation.primitive.name in ("conv_general_dilated", "dot_general")
     )
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a program, those of the functions it calls included."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
             if _is_program(value):
-                yield from _equations(getattr(value, "jaxpr", value))
+                yield from equations(getattr(value, "jaxpr", value))
 
 
 def _is_program(value: Any) -> bool:

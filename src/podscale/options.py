@@ -32,5 +32,7 @@ class Options:
     )
     cache_gib: float = _field(0.0, "memory that the cache may take on each host; 0: half of what is free")
     save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")
+    timeout_s: float = _field(1800.0, "seconds without progress after which a run counts as stuck and ends; 0: never")
+    check_steps: int = _field(100, "updates between comparisons of all devices' parameters; 0: never")
     deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
     keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")

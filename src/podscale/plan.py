@@ -62,6 +62,8 @@ class Plan:
     bucket_bytes: int
     save_steps: int
     keep: int
+    timeout_s: float
+    check_steps: int
     deterministic: bool
     memory: Memory
 
@@ -245,6 +247,8 @@ def make(
         bucket_bytes=options.bucket_mib << 20,
         save_steps=options.save_steps,
         keep=options.keep,
+        timeout_s=options.timeout_s,
+        check_steps=options.check_steps,
         deterministic=options.deterministic,
         memory=memory,
     )

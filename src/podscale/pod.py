@@ -36,10 +36,13 @@ CHIPS = {
     "v5e": (1, 4, 16 << 30),
     "v5p": (1, 4, 95 << 30),
     "v6e": (1, 4, 32 << 30),
+    "v100": (1, 8, 32 * 10**9),
+    "a100": (1, 8, 40 * 10**9),
     "h100": (1, 8, 80 * 10**9),
     "h200": (1, 8, 141 * 10**9),
     "cpu": (1, 1, 4 << 30),
 }
+THREE_DIMENSIONS = ("v4", "v5p")  # kinds whose torus may have a third
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,13 @@ class Pod:
     hosts: int = 1
     devices: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # in (row, column, core) order
     memory_bytes: int = 4 << 30  # per device
+    depth: int = 1  # of the third dimension of a 3-D torus, which is folded into the columns
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Chips along each dimension of the torus: of a row, of a column, and of the third where there is one."""
+        flat = (self.cols // self.depth, self.rows)
+        return flat if self.depth == 1 else (*flat, self.depth)
 
     @property
     def size(self) -> int:
@@ -97,14 +107,23 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def named(text: str) -> Pod:
-    """A pod that need not be here, from "KIND:RxC", such as v3:32x32."""
+    """A pod that need not be here, from "KIND:RxC", such as v3:32x32, or "KIND:RxCxD" for a 3-D torus.
+
+    >>> named("v4:4x4x8").dims
+    (4, 4, 8)
+    """
     kind, _, shape = text.partition(":")
     if kind not in CHIPS:
         raise UserError(f"there is no chip kind {kind!r}: {nearest(kind, CHIPS)}")
-    rows, cols = parse_shape(shape)
+    deep = kind in THREE_DIMENSIONS and shape.count("x") == 2
+    flat, _, last = shape.rpartition("x") if deep else (shape, "", "1")
+    if not last.isdecimal() or not int(last):
+        raise UserError(f"a 3-D pod's shape is ROWSxCOLUMNSxDEPTH, such as 4x4x8, not {shape!r}")
+    rows, cols = parse_shape(flat)
     cores, chips_per_host, memory_bytes = CHIPS[kind]
-    hosts = max(1, -(-rows * cols // chips_per_host))
-    return Pod(kind, rows, cols, cores, hosts, memory_bytes=memory_bytes)
+    depth = int(last)
+    hosts = max(1, -(-rows * cols * depth // chips_per_host))
+    return Pod(kind, rows, cols * depth, cores, hosts, memory_bytes=memory_bytes, depth=depth)
 
 
 def find(shape: str = "", virtual: str = "") -> Pod:
@@ -231,13 +250,13 @@ def _virtual_devices(count: int) -> list[Any]:
 
 
 def _laid_out(devices: list[Any], rows: int, cols: int) -> Pod:
-    ordered = sorted(devices, key=_place)
+    ordered = sorted(devices, key=place)
     kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
     hosts = len({d.process_index for d in devices})
     return Pod(kind, rows, cols, _cores(devices), hosts, tuple(ordered), _memory_bytes(devices))
 
 
-def _place(device: Any) -> tuple[int, ...]:
+def place(device: Any) -> tuple[int, ...]:
     """Sorts devices by row, column and core: by physical coordinates on TPU, else by process and number."""
     if getattr(device, "coords", None) is not None and device.platform == "tpu":
         x, y, z = device.coords

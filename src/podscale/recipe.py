@@ -36,6 +36,7 @@ class Data:
     train_samples: int = _field(0, "number of training pictures; 0: as found")
     val_samples: int = _field(0, "number of validation pictures; 0: as found")
     eval_fraction: float = _field(1.0, "share of the shorter side that evaluation's centre crop keeps")
+    bad_share: float = _field(0.001, "share of a split's pictures that may turn out unreadable before the run stops")
     mean: tuple[float, ...] = _field((0.485, 0.456, 0.406), "per-channel mean of pixels in 0..1")
     std: tuple[float, ...] = _field((0.229, 0.224, 0.225), "per-channel standard deviation of pixels in 0..1")
 
@@ -301,8 +302,8 @@ def _check(recipe: Recipe) -> None:
 _AT_LEAST_ONE = ("data.image_size", "data.lanes", "model.width", "batch.size", "batch.span")
 _POSITIVE = ("train.epochs", "train.eval_epochs", "data.std", "data.eval_fraction", "schedule.power")
 _SHARES = (
-    "data.eval_fraction optimizer.momentum optimizer.second_moment optimizer.average augment.min_area augment.erase "
-    "augment.label_smoothing train.stats_momentum"
+    "data.eval_fraction data.bad_share optimizer.momentum optimizer.second_moment optimizer.average augment.min_area "
+    "augment.erase augment.label_smoothing train.stats_momentum"
 ).split()
 _AT_LEAST_ZERO = (
     "data.shrink data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust "

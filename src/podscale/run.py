@@ -6,7 +6,9 @@
     summary.json    how it ended              report.html     all of it to look at
     sample.png      a validation picture, to try `predict` with
     init.json       the weights it began from, if any
+    ledger.json     what the time went to
     lock            whose it is, while it is trained
+    bad-pictures-N.txt  pictures that process N could not read, if any
     damaged/        checkpoints that were found not to be whole, if any
     programs/       of a deterministic run on GPU: what was compiled
 
@@ -17,8 +19,11 @@ import fcntl
 import json
 import math
 import os
+import platform
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +32,13 @@ from podscale.errors import UserError
 from podscale.recipe import Recipe
 
 LOCK = "lock"
+CHANGES = ("recipe", "data", "versions")  # what --allow-changed may name
+CHANGE_FIELDS = (  # of plan.json: which of them it is, and how a refusal says so
+    ("counts", "data", "on other data"),
+    ("data_digest", "data", "on other data"),
+    ("versions", "versions", "by other libraries"),
+)
+LIBRARIES = ("podscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
 
 
 @dataclass(frozen=True)
@@ -43,29 +55,34 @@ class Run:
         return Path("runs") / f"{recipe.name}-{recipe.digest()}{whose}"
 
     @classmethod
-    def check(cls, folder: Path, recipe: Recipe) -> None:
+    def check(cls, folder: Path, recipe: Recipe, allowed: Collection[str] = ()) -> None:
         """Refuses a folder that holds something else, before anything is written."""
+        for kind in allowed:
+            if kind not in CHANGES:
+                raise UserError(f"--allow-changed takes {', '.join(CHANGES)}, not {kind!r}")
         if not str(folder).isprintable():
             raise UserError(f"the run folder's name {str(folder)!r} has characters that cannot be written down")
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run folder {folder} is a file; choose another with --run")
         if (folder / "recipe.toml").exists():
             differences = _differences(cls.load(folder).recipe, recipe)
-            if differences:
-                raise UserError(f"{folder} holds a run of another recipe ({differences}); choose another with --run")
+            if differences and "recipe" not in allowed:
+                raise UserError(f"{folder} holds a run of another recipe ({differences}); {_ways_out('recipe')}")
         elif folder.exists() and any(path.suffix != ".part" and path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; choose another folder with --run")
 
     @classmethod
-    def check_data(cls, folder: Path, plan: dict[str, Any], classes: tuple[str, ...]) -> None:
-        """Refuses to go on with other data than the run began with."""
-        names, before = _read_json(folder / "classes.json"), _read_json(folder / "plan.json")
+    def check_changes(
+        cls, folder: Path, plan: dict[str, Any], classes: tuple[str, ...], allowed: Collection[str] = ()
+    ) -> None:
+        """Refuses to go on with other data, or other libraries, than the run began with."""
+        names, before = _read_json(folder / "classes.json"), _read_json(folder / "plan.json") or {}
         if names is not None and tuple(names) != classes:
             raise UserError(f"{folder} holds a run on data with other classes; choose another folder with --run")
-        if before is not None and before.get("counts") != plan.get("counts"):
-            old, new = before.get("counts", {}), plan.get("counts", {})
-            told = ", ".join(f"{old.get(k)} {k}, now {new[k]}" for k in new if old.get(k) != new[k])
-            raise UserError(f"{folder} holds a run on other data ({told}); choose another folder with --run")
+        for field, kind, what in CHANGE_FIELDS:
+            told = _changes(before.get(field), plan.get(field))
+            if told and kind not in allowed:
+                raise UserError(f"{folder} holds a run {what} ({told}); {_ways_out(kind)}")
 
     @classmethod
     def check_init(cls, folder: Path, digest: str) -> None:
@@ -73,13 +90,20 @@ class Run:
         before = _read_json(folder / "init.json")
         if before is not None and digest not in ("", before["digest"]):
             told = f"its weights {before['source']} had digest {before['digest']}, now {digest}"
-            raise UserError(f"{folder} holds a run that began otherwise ({told}); choose another folder with --run")
+            raise UserError(f"{folder} holds a run that began otherwise ({told}); {_ways_out('recipe')}")
 
     @classmethod
-    def create(cls, folder: Path, recipe: Recipe, plan: dict[str, Any], classes: tuple[str, ...]) -> "Run":
-        """The folder of a run that begins or resumes."""
-        cls.check(folder, recipe)
-        cls.check_data(folder, plan, classes)
+    def create(
+        cls,
+        folder: Path,
+        recipe: Recipe,
+        plan: dict[str, Any],
+        classes: tuple[str, ...],
+        allowed: Collection[str] = (),
+    ) -> "Run":
+        """The folder of a run that begins or resumes; what may have changed since it was last here is `allowed`."""
+        cls.check(folder, recipe, allowed)
+        cls.check_changes(folder, plan, classes, allowed)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -112,6 +136,10 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    def bad_pictures(self, process: int) -> Path:
+        """Where a process lists the pictures that it could not read."""
+        return self.folder / f"bad-pictures-{process}.txt"
 
     @property
     def programs(self) -> Path:
@@ -209,6 +237,24 @@ def _read_json(path: Path) -> Any:
 def whole_lines(path: Path) -> list[str]:
     """The lines of a file that may not exist, without the half line that a killed process may have left at its end."""
     return [line for line in path.read_text().split("\n")[:-1] if line] if path.exists() else []
+
+
+def versions() -> dict[str, str]:
+    """The libraries on which the bits of a result depend."""
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in LIBRARIES}
+
+
+def _changes(before: Any, now: Any) -> str:
+    """What differs, in words; empty where nothing does, or where one of the two is not known."""
+    if before is None or now is None or before == now:
+        return ""
+    if not isinstance(now, dict):
+        return f"{before}, now {now}"
+    return ", ".join(f"{name} {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name])
+
+
+def _ways_out(kind: str) -> str:
+    return f"choose another folder with --run, or go on all the same with --allow-changed {kind}"
 
 
 def _differences(old: Recipe, new: Recipe) -> str:

@@ -97,6 +97,17 @@ def train_call(
     return jax.jit(mapped, donate_argnums=0)
 
 
+def compiler_options(plan: Plan) -> dict[str, Any]:
+    """What the compiler must be told so that the program does what the plan says.
+
+    The TPU compiler makes one sum of all buckets, which then cannot start before the backward pass has ended, unless
+    told how large a sum may become.
+    """
+    if not plan.pod.devices or plan.pod.devices[0].platform != "tpu" or not plan.bucket_bytes:
+        return {}
+    return {"xla_jf_crs_combiner_threshold_in_bytes": plan.bucket_bytes}
+
+
 def _update(
     net: Functional,
     plan: Plan,
@@ -181,7 +192,10 @@ def _dtype(state: State) -> Any:
 
 
 def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
-    """Compiles to: (params, stats, images [E, h, w, 3], labels [E], tally) -> tally; labels below 0 are padding."""
+    """Compiles to: (params, stats, images [E, h, w, 3], labels [E], tally) -> tally.
+
+    Labels of -1 are padding; others below 0 are examples whose picture cannot be read: they count, and as wrong.
+    """
 
     def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> Tally:
         logits = net.evaluate(params, stats, augment.normalize(plan.recipe, images))
@@ -203,11 +217,12 @@ def _tally(logits: jax.Array, labels: jax.Array) -> Tally:
     target = jnp.maximum(labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
     real, right = labels >= 0, jnp.isfinite(losses)  # a diverged model is right about nothing
+    counted = labels != -1
     own = jnp.take_along_axis(logits, target[:, None], axis=-1)
     ahead = (logits > own) | ((logits == own) & (jnp.arange(logits.shape[-1]) < target[:, None]))
     rank = ahead.sum(-1)  # ties go to the lower class, as in argmax
     return Tally(
-        examples=real.sum(dtype=jnp.int32),
+        examples=counted.sum(dtype=jnp.int32),
         correct=(real & right & (rank == 0)).sum(dtype=jnp.int32),
         correct_top5=(real & right & (rank < 5)).sum(dtype=jnp.int32),
         loss=jnp.where(real, losses, 0).sum().astype(jnp.float32),

@@ -14,6 +14,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from podscale.forecast.model import Forecast, beside
+from podscale.goodput import History
 from podscale.plan import Plan
 from podscale.pod import first_ones, speaks
 from podscale.report import page
@@ -26,7 +28,7 @@ class Ledger:
     """Seconds by part of the work."""
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
+        self.began, self.began_at = time.perf_counter(), time.time()
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -123,9 +125,10 @@ class Teller:
         console: Console,
         start: int,
         until: Until | None,
+        forecast: Forecast | None = None,
     ) -> None:
         self.run, self.plan, self.ledger, self.console = run, plan, ledger, console
-        self.until, self._start = until, start
+        self.until, self._start, self._forecast = until, start, forecast
         # Evaluations of a checkpoint that was lost do not count.
         past = [line for line in run.metrics() if line["step"] <= start] if start else []
         self._evals = [line for line in past if line["event"] == "eval"]
@@ -135,6 +138,7 @@ class Teller:
         self._journal: Journal | None = None
         self._display: Display | None = None
         self._borne = ""  # what was warned of last
+        self._history = History(run.folder, ledger.began_at, start)
 
     def begin(self) -> None:
         """The clock starts: the first batch is about to be asked for."""
@@ -185,6 +189,18 @@ class Teller:
             with self.bearing(OSError):
                 page.write(self.run)
 
+    def met(self, bad_pictures: list[str]) -> None:
+        """Tells of pictures that cannot be read, once each, and lists them in the run; each process its own."""
+        if not bad_pictures:
+            return
+        path = self.run.bad_pictures(jax.process_index())
+        known = set(whole_lines(path))
+        fresh = [why for why in bad_pictures if why not in known]
+        for why in fresh:
+            self.console.print(f"warning: {why}", style="bold red", markup=False, highlight=False)
+        with self.bearing(OSError), path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{why}\n" for why in fresh)
+
     @contextmanager
     def bearing(self, *kinds: type[Exception]) -> Iterator[None]:
         """Goes on after such an error inside, with a loud warning: a disk that is full now may not stay so."""
@@ -203,6 +219,12 @@ class Teller:
         else:
             self._borne = ""
 
+    def saved(self, step: int) -> None:
+        """A checkpoint was begun: whoever goes on from it knows what the time before it went to."""
+        if speaks():
+            with self.bearing(OSError):
+                self._history.note(step, self.ledger.parts())
+
     def resume_clock(self) -> None:
         """Neither evaluation nor saving counts against the training rate."""
         self._read = time.perf_counter()
@@ -220,7 +242,13 @@ class Teller:
             "images_per_s": self._images / busy_s if busy_s else None,
             "train_s": self._earlier_s + train_s,
             "seconds": {name: round(s, 3) for name, s in parts.items()},
+            "run_seconds": {name: round(s, 3) for name, s in self._history.parts(parts).items()},
+            "goodput": self._history.goodput(parts),
         }
+        if self._forecast and step > self._start:
+            done = step - self._start
+            times = (parts.get(name, 0.0) / done for name in ("train", "input wait"))
+            found["step"] = beside(self._forecast, *times)
         self._write("end", step, seconds=train_s)
         if speaks():
             with self.bearing(OSError):

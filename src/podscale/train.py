@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,24 @@ from rich.console import Console
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
-from podscale.errors import PreemptedError
-from podscale.faults import Stop
+from podscale.errors import PreemptedError, UserError
+from podscale.faults import OddReplicaError, Replicas, Stop
+from podscale.forecast import chips
+from podscale.forecast.compute import work_in
+from podscale.forecast.model import Forecast, forecast
 from podscale.job import Evaluator, Job, begun, cached, compiled_step, input_facts, prepare, train_batches
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.report.counting import counting
 from podscale.report.words import table
-from podscale.run import Claim, Run, write_atomically
+from podscale.run import Claim, Run, versions, write_atomically
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
+from podscale.watchdog import Watchdog
 from podscale.weights import Beginning, file_digest
+
+MOST_RETURNS = 3  # to the last checkpoint, after replicas differed
 
 
 def train(
@@ -37,32 +44,55 @@ def train(
     folder: str | Path | None = None,
     until: Until | None = None,
     console: Console | None = None,
+    allow_changed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Trains `recipe` on `pod` (default: all devices there are), or resumes, and returns the summary.
 
     `model` is a flax.nnx module that maps images [n, h, w, 3] to logits [n, classes], instead of the recipe's own; one
     with random state of its own, such as dropout, is refused, because it would learn something else on every pod.
-    The run is in `folder`: by default one that belongs to the recipe, so that the same call resumes.
+    The run is in `folder`: by default one that belongs to the recipe, so that the same call resumes. If its "recipe",
+    "data" or "versions" (of libraries) have changed since, it does so only where `allow_changed` names them.
     """
-    ledger = Ledger()
     folder = Path(folder) if folder else Run.default_folder(recipe, model)
-    Run.check(folder, recipe)
+    Run.check(folder, recipe, allow_changed)
+    pod, console, returns = pod or pods.find(), console or Console(), 0
+    while True:
+        try:
+            return _session(recipe, pod, options, model, folder, until, console, allow_changed)
+        except OddReplicaError as error:
+            returns += 1
+            if returns > MOST_RETURNS:
+                raise UserError(f"{error}, and not for the first time; have that device looked after") from None
+            _warn(console, f"{error}; going back to the last checkpoint")
+
+
+def _session(
+    recipe: Recipe,
+    pod: Pod,
+    options: Options,
+    model: nnx.Module | None,
+    folder: Path,
+    until: Until | None,
+    console: Console,
+    allow_changed: Collection[str],
+) -> dict[str, Any]:
+    """From the newest checkpoint to the end, or to a fault."""
+    ledger = Ledger()
     with ledger.measure("start"):
-        pod = pod or pods.find()
-        console = (console or Console()) if pods.speaks() else Console(quiet=True)
+        console = console if pods.speaks() else Console(quiet=True)
         with counting(console, "indexing") as progress:
             job = prepare(recipe, pod, options, model, progress)
         job = cached(job, options)
         job, beginning = _begun(job, folder)
         facts, claim = input_facts(job), Claim(folder)
-        run = _opened(job, beginning, claim, facts, folder)
+        run = _opened(job, beginning, claim, facts, folder, allow_changed)
     console.print(table("plan", [*job.plan.rows(), *_decoding(facts)]))
     if beginning:
         console.print(beginning.told(), highlight=False, markup=False)
     with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, beginning, checkpoints, console)
-        teller = Teller(run, job.plan, ledger, console, start, until)
+        teller = Teller(run, job.plan, ledger, console, start, until, _forecast(job))
         if start == job.plan.steps or teller.reached():
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
@@ -80,13 +110,24 @@ def _begun(job: Job, folder: Path) -> tuple[Job, Beginning | None]:
     return begun(job)
 
 
-def _opened(job: Job, beginning: Beginning | None, claim: Claim, facts: dict[str, Any], folder: Path) -> Run:
+def _forecast(job: Job) -> Forecast | None:
+    """What the plan's step should take, for kinds of chips that are known."""
+    if chips.known(job.plan.pod.kind) is None:
+        return None
+    return forecast(job.plan, work_in(job.recipe, job.net, job.state.params, job.state.stats))
+
+
+def _opened(
+    job: Job, beginning: Beginning | None, claim: Claim, facts: dict[str, Any], folder: Path, allowed: Collection[str]
+) -> Run:
     """The run's folder, which the first process claims and fills; if it cannot, all of them end."""
 
     def fill() -> None:
-        Run.check_init(folder, beginning.digest if beginning else file_digest(job.recipe.model.init))
+        if "recipe" not in allowed:
+            Run.check_init(folder, beginning.digest if beginning else file_digest(job.recipe.model.init))
         claim.take()
-        Run.create(folder, job.recipe, job.plan.to_dict() | {"input": facts}, job.data.classes)
+        told = {"input": facts, "data_digest": job.data.digest(), "versions": versions()}
+        Run.create(folder, job.recipe, job.plan.to_dict() | told, job.data.classes, allowed)
         if beginning:
             write_atomically(folder / "init.json", json.dumps(beginning.to_dict(), indent=1))
         Image.fromarray(loader.eval_pictures(job.data.val, [0], job.recipe)[0]).save(folder / "sample.png")
@@ -104,6 +145,11 @@ def _decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [("decoder", f"{facts['decoder']}; {memory}")]
 
 
+def _warn(console: Console, text: str) -> None:
+    if pods.speaks():
+        console.print(f"warning: {text}", style="bold red", markup=False, highlight=False)
+
+
 def _resumed(job: Job, beginning: Beginning | None, checkpoints: Checkpoints, console: Console) -> tuple[Job, int]:
     """The job with the newest whole checkpoint's state, and the number of updates done."""
     while (newest := checkpoints.newest()) is not None:
@@ -115,7 +161,7 @@ def _resumed(job: Job, beginning: Beginning | None, checkpoints: Checkpoints, co
             console.print(f"resuming after step {newest:,}", highlight=False)
             return job._replace(state=state), newest
         aside = checkpoints.set_aside(newest)
-        console.print(f"checkpoint {newest} is damaged ({why}); it lies in {aside} now", style="bold red", markup=False)
+        _warn(console, f"checkpoint {newest} is damaged ({why}); it lies in {aside} now")
     if job.recipe.model.init and not beginning:  # there were checkpoints, but none of them was whole
         job, beginning = begun(job)
     return job, 0
@@ -124,20 +170,27 @@ def _resumed(job: Job, beginning: Beginning | None, checkpoints: Checkpoints, co
 def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, stop: Stop) -> dict[str, Any]:
     """The loop: load, update, tell, evaluate, save. It ends where training does, or where it is asked to stop."""
     plan, state, ledger = job.plan, job.state, teller.ledger
+    replicas = Replicas(job.mesh, plan.check_steps)
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
         call, evaluate = compiled_step(job, teller.run), Evaluator(job, teller.run)
-    with train_batches(job, calls) as batches:
+    with train_batches(job, calls) as batches, Watchdog(plan.timeout_s, teller.run.folder) as watchdog:
         teller.begin()
         for number, done in enumerate(calls):
+            watchdog.passed(done.start, "load, train")
             with ledger.measure("input wait"):
                 batch = next(batches)
+            teller.met(batches.bad.news())
             with ledger.measure("train"):
                 state, metrics = call(state, batch.images, batch.labels, np.int32(batch.count))
                 teller.trained(done, metrics)
             asked = stop.after(number)
-            if done.stop not in saves and not asked:
+            saving = done.stop in saves or asked
+            with ledger.measure("check"):
+                replicas.check(done.stop, state, now=saving)
+            if not saving:
                 continue
+            watchdog.passed(done.start, "train, evaluate, save")
             with ledger.measure("train"):
                 teller.catch_up()
             accuracy = None
@@ -145,9 +198,11 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                 with ledger.measure("evaluate"):
                     found = evaluate(state)
                 accuracy = found["accuracy"]
+                teller.met(evaluate.unreadable)
                 teller.evaluated(done.stop, found)
             with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
                 checkpoints.save(done.stop, state, accuracy)
+            teller.saved(done.stop)
             teller.resume_clock()
             if teller.reached():
                 break

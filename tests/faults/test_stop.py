@@ -22,13 +22,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(folder, processes, shape):
+def start(folder, processes, shape, *plan):
     join = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     each = [[*join, "--process", str(i), "--pod.shape", shape] for i in range(processes)]
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "podscale", "train", *SETTINGS, "--run", str(folder), *more],
+            [sys.executable, "-m", "podscale", "train", *SETTINGS, "--run", str(folder), *more, *plan],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

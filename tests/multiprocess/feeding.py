@@ -11,7 +11,7 @@ import numpy as np
 
 from podscale import job, pod
 from podscale import recipe as recipes
-from podscale.data import decode, loader
+from podscale.data import cropping, loader
 from podscale.options import Options
 
 CHANGES = {"model.name": "resnet8", "model.stem": "small", "model.width": 8, "data.image_size": 8, "data.lanes": 4}
@@ -35,7 +35,7 @@ def main(path, out, start, stop, kinds, *join):
 def fed(found, calls):
     """[steps, own positions, ...]: positions, samples, boxes, flips as they are asked for; pixels and labels as fed."""
     asked, step = {}, threading.local()
-    make, crop_batch = loader._TrainJob.make, decode.crop_batch
+    make, crop_batch = loader._TrainJob.make, cropping.crop_batch
 
     def make_one(self, steps, *rest):
         (step.number,) = steps
@@ -45,12 +45,12 @@ def fed(found, calls):
         asked[step.number] = samples, boxes, flips
         crop_batch(index, samples, boxes, flips, *rest)
 
-    loader._TrainJob.make, decode.crop_batch = make_one, crop
+    loader._TrainJob.make, cropping.crop_batch = make_one, crop
     try:
         with job.train_batches(found, calls) as batches:
             pieces = [(own(batch.images), own(batch.labels)) for batch in batches]
     finally:
-        loader._TrainJob.make, decode.crop_batch = make, crop_batch
+        loader._TrainJob.make, cropping.crop_batch = make, crop_batch
     samples, boxes, flips = (np.stack(values) for values in zip(*(asked[call.start] for call in calls), strict=True))
     pixels, labels = (np.stack(values) for values in zip(*pieces, strict=True))
     shards = loader._Shards(pod.batch_sharding(found.mesh, axis=2), found.plan.batch_shape, axis=2)

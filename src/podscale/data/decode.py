@@ -4,7 +4,7 @@ The plain twin is Pillow. The native decoder (`native/`, in C) reads and decodes
 needs, gives the same pixels, and leaves whatever is not an ordinary, flawless JPEG or PPM to the twin; so does a
 package that was installed without a compiler, and `PODSCALE_DECODER=plain`.
 
-Everything else asks for pixels through `crop_batch` alone. Whatever the file, the result is uint8 RGB:
+Everything else asks for pixels through `cropping.crop_batch` alone. Whatever the file, the result is uint8 RGB:
 
 - JPEG, PNG, WebP and PPM (P6, 8 bits: pixels as they are) are told apart by their content, not by their name;
   animations give their first frame;
@@ -26,11 +26,10 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,19 +41,14 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from podscale.errors import UserError
 
-if TYPE_CHECKING:
-    from podscale.data.index import Index
-
-_native: ModuleType | None
+native: ModuleType | None
 try:
-    from podscale.data import _native
+    from podscale.data import _native as native
 except ImportError:  # the package was installed where there is no C compiler or no libjpeg-turbo
-    _native = None
+    native = None
 
 MAX_PIXELS = 2**28
 PPM_HEADER_BYTES = 1024  # no header is longer
-PICTURES_PER_TASK = 16  # decoding takes a millisecond a picture
-ARRAYS_PER_TASK = 1024  # copying takes a microsecond or two
 
 # Pillow warns of flaws that leave the pixels whole. Its own limits on pixels live in `Image.open`, which is not used
 # here: it would change a setting of the whole process to move them.
@@ -68,7 +62,7 @@ def decoder() -> str:
         raise UserError(f'PODSCALE_DECODER is "{wanted}"; set it to "native" or "plain", or not at all')
     if wanted == "plain":
         return "plain (PODSCALE_DECODER asks for it)"
-    if _native is None:
+    if native is None:
         return (
             "plain (the native decoder was not built: install a C compiler and libjpeg-turbo's headers, then podscale)"
         )
@@ -97,9 +91,9 @@ def read_header(file: IO[bytes], name: str = "the picture") -> Header:
 
 def decode(data: bytes, name: str = "the picture") -> NDArray[np.uint8]:
     """The whole picture, upright, uint8 [height, width, 3]."""
-    if _native is not None and decoder() == "native":
+    if native is not None and decoder() == "native":
         try:
-            width, height, pixels = _native.decode(data, MAX_PIXELS)
+            width, height, pixels = native.decode(data, MAX_PIXELS)
             return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
         except ValueError:
             pass  # left to the plain twin, which may refuse it in words
@@ -151,106 +145,16 @@ def crop(
     out[...] = pixels[:, ::-1] if flip else pixels
 
 
-def crop_batch(
-    index: "Index",
-    samples: NDArray[np.integer],
-    boxes: NDArray[np.float64],
-    flips: NDArray[np.bool_],
-    size: int,
-    out: NDArray[np.uint8],
-    pool: Executor | None = None,
-) -> None:
-    """`crop` for each of `samples` of an index, into out [n, size, size, 3], in parallel where there is a pool."""
-    if index.images is not None and _needs_no_resize(boxes, size):
-        corners = boxes[:, :2].astype(np.int64)
-        images = index.images
-        spread(
-            pool,
-            lambda part: _copy_windows(images, samples[part], corners[part], flips[part], out[part]),
-            len(samples),
-            ARRAYS_PER_TASK,
-        )
-        return
-
-    work = _crop_natively if decoder() == "native" else _crop_plainly
-    spread(
-        pool,
-        lambda part: work(index, samples[part], boxes[part], flips[part], size, out[part]),
-        len(samples),
-        PICTURES_PER_TASK,
-    )
-
-
-def _crop_plainly(
-    index: "Index",
-    samples: NDArray[np.integer],
-    boxes: NDArray[np.float64],
-    flips: NDArray[np.bool_],
-    size: int,
-    out: NDArray[np.uint8],
-) -> None:
-    for i, sample in enumerate(samples.tolist()):
-        crop(index.pixels(sample), boxes[i], bool(flips[i]), size, out[i], index.name(sample))
-
-
-def _crop_natively(
-    index: "Index",
-    samples: NDArray[np.integer],
-    boxes: NDArray[np.float64],
-    flips: NDArray[np.bool_],
-    size: int,
-    out: NDArray[np.uint8],
-) -> None:
-    """In this thread; pictures that the native decoder leaves in the plain way, those to be shrunk one by one."""
-    assert _native is not None
-    arrays = index.arrays(samples)
-    if arrays is None and index.shrinks(samples).any():
-        if len(samples) > 1:
-            for part in (slice(i, i + 1) for i in range(len(samples))):
-                _crop_natively(index, samples[part], boxes[part], flips[part], size, out[part])
-            return
-        arrays = index.pixels(int(samples[0])).reshape(-1), np.zeros(1, np.int64)
-    edges, mirrored = np.ascontiguousarray(boxes, np.float64), np.ascontiguousarray(flips, np.bool_)
-    if arrays is not None:
-        memory, places = arrays
-        sizes = np.ascontiguousarray(index.sizes[samples], np.int32)
-        left = _native.crop_pixels(memory, places, sizes, edges, mirrored, size, out, 1)
-    else:
-        left = _native.crop(*index.sources(samples), edges, mirrored, size, out, 1, MAX_PIXELS)
-    for i, _ in left:
-        part = slice(i, i + 1)
-        _crop_plainly(index, samples[part], boxes[part], flips[part], size, out[part])
-
-
 def tile(data: bytes) -> bytes:
     """A JPEG of the same pixels, of which `crop_batch` decodes only the parts it needs.
 
     Raises ValueError, with the reason, for what has to stay as it is.
     """
-    if _native is None or decoder() != "native":
+    if native is None or decoder() != "native":
         raise ValueError("there is no native decoder")
     if not data.startswith(b"\xff\xd8"):
         raise ValueError("it is no JPEG")
-    return _native.tile(data, MAX_PIXELS)
-
-
-def advise(index: "Index", samples: NDArray[np.integer]) -> None:
-    """Has the kernel read the pictures' files ahead of time, as far as it can; what is kept in memory needs none."""
-    if _native is None or index.files is None or (index.cache is not None and not len(index.cache.missing(samples))):
-        return
-    for start in range(0, len(samples), ARRAYS_PER_TASK):
-        _native.advise(*index.files.sources(samples[start : start + ARRAYS_PER_TASK]))
-
-
-def spread(pool: Executor | None, work: Callable[[slice], None], n: int, per_task: int) -> None:
-    """`work` on every part of 0..n-1, in the pool's threads; the first error stops what has not begun."""
-    parts = [slice(start, min(start + per_task, n)) for start in range(0, n, per_task)]
-    if pool is None or len(parts) == 1:
-        for part in parts:
-            work(part)
-    else:
-        for _ in pool.map(work, parts):
-            pass
+    return native.tile(data, MAX_PIXELS)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -412,10 +316,10 @@ def _resized(picture: Image.Image, box: tuple[float, float, float, float], size:
     return tall.resize((size, size), Image.Resampling.BILINEAR, box=(0, top, size, bottom))
 
 
-def _reflect(places: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+def reflect(places: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """Places inside or outside of 0..n-1 folded back into it, the border pixel not repeated.
 
-    >>> _reflect(np.arange(-3, 6), 4).tolist()
+    >>> reflect(np.arange(-3, 6), 4).tolist()
     [3, 2, 1, 0, 1, 2, 3, 2, 1]
     """
     period = max(2 * n - 2, 1)
@@ -429,34 +333,6 @@ def _reflected(
     """A picture continued past its borders as far as the box goes, and the box's corner in it."""
     x0, y0 = min(0, int(np.floor(left))), min(0, int(np.floor(top)))
     x1, y1 = max(picture.width, int(np.ceil(right))), max(picture.height, int(np.ceil(bottom)))
-    rows = _reflect(np.arange(y0, y1), picture.height)
-    columns = _reflect(np.arange(x0, x1), picture.width)
+    rows = reflect(np.arange(y0, y1), picture.height)
+    columns = reflect(np.arange(x0, x1), picture.width)
     return Image.fromarray(np.asarray(picture)[rows[:, None], columns]), left - x0, top - y0
-
-
-def _needs_no_resize(boxes: NDArray[np.float64], size: int) -> bool:
-    sides = boxes[:, 2:] - boxes[:, :2]
-    return bool(np.all(sides == size) and np.all(boxes[:, :2] == np.floor(boxes[:, :2])))
-
-
-def _copy_windows(
-    images: NDArray[np.uint8],
-    samples: NDArray[np.integer],
-    corners: NDArray[np.int64],
-    flips: NDArray[np.bool_],
-    out: NDArray[np.uint8],
-) -> None:
-    """Windows of `out`'s size at `corners` (left, top), which may reach past the border, where images reflect.
-
-    Rows are gathered whole; columns then in one go for all pictures that share a left edge and a mirroring, of which
-    a padded crop has but a few.
-    """
-    (n, height, width), size = images.shape[:3], out.shape[1]
-    rows = _reflect(corners[:, 1:] + np.arange(size), height)  # [samples, size]
-    tall = images.reshape(n * height, width * 3)[samples[:, None] * height + rows]  # [samples, size, width * 3]
-    kinds, which = np.unique(corners[:, 0] * 2 + flips, return_inverse=True)
-    for kind, (left, flip) in enumerate(zip((kinds // 2).tolist(), (kinds % 2).tolist(), strict=True)):
-        columns = _reflect(np.arange(left, left + size), width)
-        taken = (columns[:: -1 if flip else 1, None] * 3 + np.arange(3)).ravel()
-        members = np.flatnonzero(which == kind)
-        out[members] = tall[members].take(taken, axis=2).reshape(len(members), size, size, 3)

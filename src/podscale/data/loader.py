@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from podscale.data import decode, randaugment
+from podscale.data import cropping, randaugment
+from podscale.data.bad import UNREADABLE, BadPictures
 from podscale.data.index import Index
 from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
@@ -60,7 +61,8 @@ def train_batches(
     recipe = plan.recipe
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     shards = _Shards(sharding, plan.batch_shape, axis=2)
-    return Batches(ranges, _TrainJob(index, recipe, order, shards, _positions(plan, shards)), threads, depth)
+    bad = BadPictures(index, recipe.data.lanes, recipe.data.bad_share)
+    return Batches(ranges, _TrainJob(index, recipe, order, shards, _positions(plan, shards), bad), threads, depth)
 
 
 def eval_batches(
@@ -75,12 +77,13 @@ def eval_batches(
     """Every example of an index once, in order: images [E, ...] with E = images_per_device * devices.
 
     `sharding` cuts axis 0 alone. Example e*E + d*images_per_device + i is image i of device d in batch e; the last
-    batch is padded with zeros whose label is -1.
+    batch is padded with zeros whose label is -1. A picture that cannot be read is zeros, too, labelled UNREADABLE.
     """
     shards = _eval_shards(sharding, images_per_device)
     offsets = np.array(shards.starts)[:, None] + np.arange(images_per_device)  # [blocks, images]
     jobs = range(0, len(index), shards.shape[0])
-    return Batches(jobs, _EvalJob(index, recipe, shards, offsets), threads, depth)
+    bad = BadPictures(index, recipe.data.lanes, recipe.data.bad_share)
+    return Batches(jobs, _EvalJob(index, recipe, shards, offsets, bad), threads, depth)
 
 
 def train_samples(plan: Plan, sharding: NamedSharding) -> NDArray[np.int64]:
@@ -108,7 +111,7 @@ def eval_pictures(
     chosen, size = np.asarray(samples, np.int64), recipe.data.image_size
     out = np.empty((len(chosen), size, size, 3), np.uint8)
     boxes = eval_boxes(recipe.data.eval_fraction, index.sizes[chosen])
-    decode.crop_batch(index, chosen, boxes, np.zeros(len(chosen), bool), size, out, pool)
+    cropping.crop_batch(index, chosen, boxes, np.zeros(len(chosen), bool), size, out, pool)
     return out
 
 
@@ -162,6 +165,7 @@ class _TrainJob:
     order: Order
     shards: _Shards
     positions: NDArray[np.int64]  # [blocks, micro-batches, images]
+    bad: BadPictures
 
     @property
     def device(self) -> Any:
@@ -177,21 +181,46 @@ class _TrainJob:
     def make(self, steps: range, pool: Executor, staging: Staging) -> Batch:
         samples, passes = self.samples(steps)
         size, blocks, done = self.recipe.data.image_size, len(samples), len(steps)
+        if done > self.shards.block[0] or samples.shape[2:] != self.shards.block[1:]:
+            raise ValueError(f"steps of {samples.shape[1:]} do not fit a call of {self.shards.block}")
         images = staging.take((blocks, *self.shards.block, size, size, 3))
         labels = np.zeros((blocks, *self.shards.block), np.int32)
-        images[:, done:], labels[:, :done] = 0, self.index.labels[samples]
+        images[:, done:] = 0
         # All blocks at once where their memory is one piece, which it is unless steps are missing.
         for part in [slice(None)] if done == images.shape[1] else [slice(k, k + 1) for k in range(blocks)]:
             out = images[part, :done].reshape(-1, size, size, 3)
-            self._fill(samples[part].ravel(), passes[part].ravel(), out, pool)
+            taken = self._fill(samples[part].ravel(), passes[part].ravel(), out, pool)
+            labels[part, :done] = self.index.labels[taken].reshape(labels[part, :done].shape)
         return Batch(self.shards.assemble(images, staging), self.shards.assemble(labels), done)
 
-    def _fill(self, samples: NDArray[np.int64], passes: NDArray[np.int64], out: NDArray, pool: Executor) -> None:
-        data, augment, seed = self.recipe.data, self.recipe.augment, self.recipe.train.seed
-        sizes = self.index.sizes[samples]
-        boxes, flips = crop_boxes(augment, seed, passes, samples, sizes, data.image_size, fraction=data.eval_fraction)
-        decode.crop_batch(self.index, samples, boxes, flips, data.image_size, out, pool)
-        randaugment.apply_batch(out, augment.randaugment, augment.magnitude, seed, passes, samples, pool)
+    def _fill(
+        self, samples: NDArray[np.int64], passes: NDArray[np.int64], out: NDArray, pool: Executor
+    ) -> NDArray[np.int64]:
+        """Makes the pictures; returns the samples that were taken, some of them instead of bad ones."""
+        augment, seed, taken = self.recipe.augment, self.recipe.train.seed, samples.copy()
+        left = np.arange(len(samples))
+        while len(left):
+            taken[left] = [self.bad.instead(sample) for sample in taken[left].tolist()]
+            left = self._crop(left, taken, passes, out, pool)
+        randaugment.apply_batch(out, augment.randaugment, augment.magnitude, seed, passes, taken, pool)
+        return taken
+
+    def _crop(
+        self, left: NDArray[np.int64], taken: NDArray[np.int64], passes: NDArray[np.int64], out: NDArray, pool: Executor
+    ) -> NDArray[np.int64]:
+        """Crops those places of `out` that are left; returns the places whose pictures turn out to be bad."""
+        data, seed, bad = self.recipe.data, self.recipe.train.seed, list[tuple[int, str]]()
+        samples, sizes = taken[left], self.index.sizes[taken[left]]
+        augment, fraction = self.recipe.augment, data.eval_fraction
+        boxes, flips = crop_boxes(augment, seed, passes[left], samples, sizes, data.image_size, fraction=fraction)
+        all_left = len(left) == len(out)
+        pixels = out if all_left else np.empty((len(left), *out.shape[1:]), np.uint8)
+        cropping.crop_batch(self.index, samples, boxes, flips, data.image_size, pixels, pool, bad)
+        if not all_left:
+            out[left] = pixels
+        for place, why in bad:
+            self.bad.add(int(samples[place]), why)
+        return left[sorted(place for place, _ in bad)]
 
 
 @dataclass(frozen=True)
@@ -200,6 +229,7 @@ class _EvalJob:
     recipe: Recipe
     shards: _Shards
     offsets: NDArray[np.int64]  # [blocks, images]
+    bad: BadPictures
 
     @property
     def device(self) -> Any:
@@ -218,7 +248,11 @@ class _EvalJob:
         flat[len(samples) :], labels.reshape(-1)[: len(samples)] = 0, self.index.labels[samples]
         boxes = eval_boxes(data.eval_fraction, self.index.sizes[samples])
         flips = np.zeros(len(samples), bool)
-        decode.crop_batch(self.index, samples, boxes, flips, data.image_size, flat[: len(samples)], pool)
+        bad = list[tuple[int, str]]()
+        cropping.crop_batch(self.index, samples, boxes, flips, data.image_size, flat[: len(samples)], pool, bad)
+        for place, why in bad:
+            self.bad.add(int(samples[place]), why)
+            flat[place], labels.reshape(-1)[place] = 0, UNREADABLE
         count = min(self.shards.shape[0], len(self.index) - first)
         return Batch(self.shards.assemble(images, staging), self.shards.assemble(labels), count)
 
@@ -228,6 +262,8 @@ class Maker(Protocol):
 
     @property
     def index(self) -> Index: ...
+    @property
+    def bad(self) -> BadPictures: ...
     @property
     def device(self) -> Any:
         """One of those that the batches go to."""
@@ -300,7 +336,7 @@ def _produce(feed: _Feed, jobs: Sequence[Any], maker: Maker) -> None:
             if not feed.await_room(len(making)):
                 break
             for later in jobs[i + 1 : i + 2]:
-                feed.pool.submit(decode.advise, maker.index, maker.ahead(later))
+                feed.pool.submit(cropping.advise, maker.index, maker.ahead(later))
             making.append(makers.submit(maker.make, job, feed.pool, staging))
             if len(making) == AT_ONCE:
                 feed.put(making.popleft().result())
@@ -334,6 +370,7 @@ class Batches:
 
     def __init__(self, jobs: Sequence[Any], maker: Maker, threads: int | None, depth: int) -> None:
         self.wait_s = 0.0  # seconds the consumer has waited, in all
+        self.bad = maker.bad
         self._feed = _Feed(depth, ThreadPoolExecutor(threads or cpus(), "podscale-decode"))
         self._thread = threading.Thread(
             target=_produce, args=(self._feed, jobs, maker), name="podscale-loader", daemon=True

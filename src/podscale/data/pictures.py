@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from podscale.data import decode
+from podscale.data import cropping
+from podscale.data.bad import BadPictures
 from podscale.data.containers import visible
 from podscale.data.containers.folder import EXTENSIONS
 from podscale.data.index import NO_PICTURES, Index, files_index
@@ -79,6 +80,10 @@ class Pictures:
         return NO_PICTURES.train  # there is none for all of them: each batch makes its own
 
     @property
+    def bad(self) -> BadPictures:
+        return BadPictures(self.index, lanes=1, share=0.0)  # those of data sets; `problems` are ours
+
+    @property
     def at_once(self) -> int:
         """Pictures of a batch: no more than there are, rounded up to a power of two.
 
@@ -112,7 +117,7 @@ class Pictures:
         index = files_index(names).shrunk(self.recipe.data.shrink)
         samples, data = np.arange(len(names)), self.recipe.data
         boxes = eval_boxes(data.eval_fraction, index.sizes)
-        decode.crop_batch(index, samples, boxes, np.zeros(len(names), bool), data.image_size, out, pool)
+        cropping.crop_batch(index, samples, boxes, np.zeros(len(names), bool), data.image_size, out, pool)
 
     def _read_or_note(self, number: int, out: NDArray[np.uint8]) -> None:
         try:

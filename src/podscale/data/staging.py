@@ -3,12 +3,13 @@
 Making a batch means writing some hundred megabytes; fresh memory would cost a page fault every 4096 bytes of them. So
 memory is used again as soon as the devices have their copy. GPUs fetch from pinned memory by themselves, several times
 faster than the runtime can copy from any other. On a CPU the "device" keeps the very memory it is given, so each batch
-gets its own.
+gets its own; large pages make that bearable.
 """
 
 import mmap
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -62,6 +63,9 @@ class Staging:
 
     def _make(self, size: int) -> NDArray[np.uint8]:
         pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)  # a page fault every 2 MiB
         memory = np.frombuffer(pages, np.uint8, size)
         if self._reused:
             self._made.append(memory)

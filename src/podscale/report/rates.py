@@ -11,7 +11,8 @@ CROPS = {"train": "training crops", "eval": "evaluation crops"}
 WHERE = {"none": "from files", "encoded": "from files in memory", "decoded": "from pixels in memory"}
 
 GPU_IMAGES_PER_S = 7000.0  # about what ResNet-50 at 224 pixels trains on one H200
-QUIET = 0.9  # a thread that has less of a core than this is disturbed
+QUIET = 0.9  # threads that have less of the cores than this are disturbed
+DISTURBED = "other work runs on this machine, or they wait for one another; trust no figure of theirs."
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -20,11 +21,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(_stages(found))
     console.print(_crops(found))
     _say(console, _hand_over(found["hand_over"]))
-    if found["core_had"] < QUIET:
-        _say(
-            console,
-            f"Other work runs on this machine: a thread had {found['core_had']:.0%} of a core; trust no figure.",
-        )
+    if found["cores_had"] < QUIET:
+        _say(console, f"{_threads(found)} had {found['cores_had']:.0%} of the cores: {DISTURBED}")
     _say(console, found["verdict"])
 
 

@@ -20,6 +20,20 @@ def table(title: str, rows: list[tuple[str, str]]) -> Table:
     return grid
 
 
+def columns(head: list[str], rows: list[list[str]]) -> Text:
+    """A table with a line of names above it, as wide as it must be; columns of numbers stand on the right."""
+    lines = [head, *rows]
+    places = range(len(head))
+    widths = [max(len(line[i]) for line in lines) for i in places]
+    numbers = [all(row[i][:1].isdigit() or row[i][:1] in "+-" for row in rows) for i in places]
+    texts = (
+        "  ".join(f"{line[i]:>{widths[i]}}" if numbers[i] else f"{line[i]:<{widths[i]}}" for i in places).rstrip()
+        for line in lines
+    )
+    first, *rest = texts
+    return Text.assemble((first, "bold"), *(f"\n{text}" for text in rest))
+
+
 def show(summary: dict[str, Any], console: Console) -> None:
     """The summary of a run, and what to do with it next."""
     seconds, folder = summary["seconds"], summary["run"]
@@ -30,14 +44,30 @@ def show(summary: dict[str, Any], console: Console) -> None:
     rows.append(("time", f"{summary['train_s']:.1f} s from the first batch{compiled}"))
     if summary["images_per_s"]:
         rows.append(("rate", f"{summary['images_per_s']:,.0f} images/s while training"))
+    if "step" in summary:
+        rows.append(("step", _step(summary["step"])))
     if seconds:
         rows.append(("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)))
+    if "goodput" in summary:
+        rows.append(
+            ("goodput", f"{summary['goodput']:.0%} of all time since the run began went into training that counted")
+        )
     if "until" in summary:
         rows.insert(0, ("until", _target(summary)))
     rows.append(("run", folder))
     rows.append(("report", f"{folder}/report.html"))
     rows.append(("try it", f"{_program()} predict {folder}/sample.png --run {folder}"))
     console.print(table("result", rows))
+
+
+def _step(step: dict[str, Any]) -> str:
+    """The measured step beside the predicted one, and where they differ most."""
+    part = step["differs_most"]
+    one, other = (step[f"{which}_parts_s"][part] * 1e3 for which in ("measured", "predicted"))
+    return (
+        f"{step['measured_s'] * 1e3:.1f} ms, {step['predicted_s'] * 1e3:.1f} ms predicted; "
+        f"most of the difference: {part} ({one:.1f} ms, {other:.1f} predicted)"
+    )
 
 
 def _program() -> str:

@@ -1,0 +1,74 @@
+"""Data, recipe and libraries that change between two sessions of a run: told, refused, and allowed by name."""
+
+import json
+
+import numpy as np
+import pytest
+
+from podscale import recipe as recipes
+from podscale.data.index import open_index
+from podscale.errors import UserError
+from podscale.run import Run, versions
+
+CLASSES = ("cat", "dog")
+PLAN = {"counts": {"train": 10, "val": 5, "classes": 2}, "data_digest": "00c0ffee", "versions": versions()}
+
+
+@pytest.fixture
+def recipe():
+    return recipes.load("digits")
+
+
+@pytest.fixture
+def folder(tmp_path, recipe):
+    return Run.create(tmp_path / "run", recipe, PLAN, CLASSES).folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("data", {"counts": {"train": 11, "val": 5, "classes": 2}}, "train 10, now 11"),
+        ("data", {"data_digest": "deadbeef"}, "00c0ffee, now deadbeef"),
+        ("versions", {"versions": versions() | {"jax": "9.9.9"}}, f"jax {versions()['jax']}, now 9.9.9"),
+    ],
+)
+def test_a_change_is_told_and_refused_unless_it_is_named(folder, recipe, kind, change, told):
+    with pytest.raises(UserError, match=told) as refusal:
+        Run.create(folder, recipe, PLAN | change, CLASSES)
+    assert f"--allow-changed {kind}" in str(refusal.value)
+    others = {"data", "versions", "recipe"} - {kind}
+    with pytest.raises(UserError, match=told):
+        Run.create(folder, recipe, PLAN | change, CLASSES, others)
+    Run.create(folder, recipe, PLAN | change, CLASSES, [kind])
+    assert json.loads((folder / "plan.json").read_text()) == PLAN | change
+    Run.create(folder, recipe, PLAN | change, CLASSES)  # what was allowed once is the run's own from then on
+
+
+def test_another_recipe_is_refused_unless_it_is_named(folder, recipe):
+    other = recipes.override(recipe, {"schedule.peak": 3.0})
+    with pytest.raises(UserError, match=r"schedule\.peak .*, now 3\.0.*--allow-changed recipe"):
+        Run.check(folder, other)
+    Run.create(folder, other, PLAN, CLASSES, ["recipe"])
+    assert Run.load(folder).recipe.schedule.peak == 3.0
+
+
+def test_only_what_can_change_may_be_named(folder, recipe):
+    with pytest.raises(UserError, match="--allow-changed takes recipe, data, versions, not 'weather'"):
+        Run.check(folder, recipe, ["weather"])
+
+
+def test_one_changed_pixel_or_label_is_another_data_set(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), np.uint8)
+    labels = np.arange(40) % 2
+
+    def digest(images, labels):
+        path = tmp_path / "data.npz"
+        np.savez(path, train_images=images, train_labels=labels, val_images=images, val_labels=labels)
+        return open_index(recipes.Data(source="npz", path=str(path))).digest()
+
+    first = digest(images, labels)
+    assert digest(images, labels) == first
+    other = images.copy()
+    other[3, 2, 1, 0] ^= 1
+    assert digest(other, labels) != first
+    assert digest(images, labels[::-1]) != first

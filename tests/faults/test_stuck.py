@@ -1,0 +1,59 @@
+"""Processes that are alive but do not go on: asleep in the middle of the loop, or stopped by a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from test_stop import SETTINGS, TIMEOUT_S, ended, start, until_step
+
+STUCK = 70
+
+SLEEPER = """
+import sys, time
+from podscale import cli
+from podscale.data import loader
+
+def sleeping(self, take=loader.Batches.__next__, seen=[]):
+    seen.append(1)
+    if len(seen) == 5:
+        time.sleep(300)
+    return take(self)
+
+loader.Batches.__next__ = sleeping
+sys.argv = ["podscale", "train", *sys.argv[1:]]
+cli.run()
+"""
+
+
+def test_a_process_that_sleeps_is_ended_with_its_stacks_written_down(tmp_path):
+    more = ["--pod.virtual", "1x1", "--plan.timeout_s", "8", "--run", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-c", SLEEPER, *SETTINGS, *more],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == STUCK, done.stderr[-2000:]
+    assert "process 0 is stuck for" in done.stderr
+    stacks = (tmp_path / "run" / "stuck-0.txt").read_text()
+    assert "sleeping" in stacks
+    assert "_train_from" in stacks
+
+
+@pytest.mark.processes(2)
+def test_a_stopped_process_is_named_by_the_other(tmp_path):
+    started = start(tmp_path, 2, "1x2", "--plan.timeout_s", "8")
+    until_step(tmp_path, 5)
+    started[1].send_signal(signal.SIGSTOP)
+    try:
+        _, errors = started[0].communicate(timeout=TIMEOUT_S)
+        assert started[0].returncode == STUCK, errors[-2000:]
+        assert "process 0 is stuck for" in errors
+        assert "waiting for process 1" in errors
+    finally:
+        started[1].kill()
+    ended(started[1:])
