@@ -23,7 +23,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from podscale import digest
 from podscale.errors import UserError
-from podscale.pod import by_the_first
+from podscale.pod import by_the_first, speaks
 
 T = TypeVar("T")
 
@@ -94,6 +94,7 @@ class Checkpoints:
         digests = dict(zip(table, np.asarray(digest.of(list(table.values()))).tolist(), strict=True))
 
         def start() -> None:
+            self._clear_halves()
             self._manager.save(
                 step,
                 args=ocp.args.StandardSave(table),
@@ -120,9 +121,14 @@ class Checkpoints:
             reason = next((reason for reason in DISK_REASONS if reason.lower() in str(error).lower()), "")
             if not reason:
                 raise
-        for half in Path(str(self._manager.directory)).glob("*.orbax-checkpoint-tmp"):
-            shutil.rmtree(half, ignore_errors=True)
+        self._clear_halves()
         return reason
+
+    def _clear_halves(self) -> None:
+        """Removes what was half written and takes room, while nothing is being written."""
+        if speaks():
+            for half in Path(str(self._manager.directory)).glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(half, ignore_errors=True)
 
     def restore(self, step: int, like: T) -> T:
         """The state saved at `step`, structured, typed and sharded as `like`; `DamagedError` if it is not whole."""

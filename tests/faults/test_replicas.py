@@ -100,6 +100,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_ends_as_if_nothing_had_been(recip
     assert losses(tmp_path / "harmed") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_device_that_goes_wrong_again_and_again_ends_the_run(recipe, tmp_path, monkeypatch):
     harming(monkeypatch, at=2, times=100)
     with pytest.raises(UserError, match="and not for the first time"):

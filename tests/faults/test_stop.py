@@ -81,7 +81,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("processes", "shape", "targets", "step"),
     [
-        (1, "2x2", [0], 5),
+        pytest.param(1, "2x2", [0], 5, marks=pytest.mark.slow),
         pytest.param(1, "2x2", [0], 33, marks=pytest.mark.slow),
         pytest.param(2, "1x2", [1], 7, marks=pytest.mark.processes(2)),
         pytest.param(4, "2x2", [0, 1, 2, 3], 9, marks=[pytest.mark.processes(4), pytest.mark.slow]),
