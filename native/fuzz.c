@@ -167,17 +167,16 @@ int main(int words, char **word) {
         if (!whole[i] || !(lengths[i] = read_file(word[i + 2], whole[i])))
             return 2;
     }
-    char path[] = "/tmp/fuzzXXXXXX";
-    int file = mkstemp(path);
+    FILE *held = tmpfile();
     Worker *worker = new_worker(MOST_PIXELS);
-    if (!worker || file < 0 || unlink(path))
+    if (!worker || !held)
         return 2;
     for (long rounds = atol(word[1]); rounds > 0; rounds--) {
         int which = (int)draw((uint64_t)files);
-        one_round(worker, whole[which], lengths[which], file);
+        one_round(worker, whole[which], lengths[which], fileno(held));
     }
     free_worker(worker);
-    close(file);
+    fclose(held);
     for (int i = 0; i < files; i++)
         free(whole[i]);
     printf("%ld done, %ld left, checksum %016" PRIx64 "\n", done, left_over, checksum);

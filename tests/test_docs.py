@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from podscale import cli, collectives, models
+from podscale import cli, collectives, models, verbs
 from podscale import recipe as recipes
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS
@@ -135,8 +135,8 @@ def test_every_command_parses(line):
     arguments, unknown = cli._parser().parse_known_args(shlex.split(line, comments=True)[1:])
     assert not unknown
     if getattr(arguments, "recipe", None) in recipes.presets():
-        cli._recipe(arguments)
-        cli._plan_options(arguments)
+        verbs.recipe_of(arguments)
+        verbs.plan_options(arguments)
 
 
 # --- tables ------------------------------------------------------------------------------------------------------

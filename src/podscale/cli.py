@@ -1,4 +1,4 @@
-"""The command line: verbs to functions, nothing else. JAX is imported only once a verb needs it.
+"""The command line: words to verbs, verbs to functions (`verbs.py`), errors to exit codes; nothing else.
 
 Every field of a recipe is an option, `--section.field VALUE`, and so are the choices about pod and plan.
 A mistake of the user's gets one sentence and exit code 2.
@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
-from podscale import recipe as recipes
+from podscale import verbs as do
 from podscale.errors import PreemptedError, UserError, nearest
-from podscale.fields import changed
 from podscale.options import Options, PodOptions
-from podscale.recipe import SECTIONS, Recipe
+from podscale.recipe import SECTIONS
 from podscale.run import to_json
-from podscale.until import Until
 
 USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: what sysexits.h calls a temporary failure; start it again
 OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         with _kept_clean() if arguments.json else nullcontext(sys.stdout) as stdout:
             result = arguments.verb(arguments)
-            if arguments.json and _speaks():
+            if arguments.json and do.speaks():
                 print(to_json(result), file=stdout, flush=True)
         if problem := getattr(arguments, "problem", ""):  # the rest was done, and told
             raise UserError(problem)
@@ -105,238 +103,6 @@ def _kept_clean() -> Iterator[TextIO]:
         os.close(kept)
 
 
-# --- verbs -------------------------------------------------------------------------------------------------------
-
-
-def _train(arguments: argparse.Namespace) -> Any:
-    recipe = _recipe(arguments)
-    until = Until.parse(arguments.until) if arguments.until else None
-    allowed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
-    from podscale import train
-    from podscale.report import words
-
-    pod, options = _pod(arguments), _plan_options(arguments)
-    console = _console(arguments)  # after the processes have joined: only the first one's says anything
-    summary = train.train(
-        recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console, allow_changed=allowed
-    )
-    words.show(summary, console)
-    return summary
-
-
-def _eval(arguments: argparse.Namespace) -> Any:
-    from podscale import inference
-
-    run = inference.open_run(arguments.run)
-    run = dataclasses.replace(run, recipe=recipes.override(run.recipe, _given(arguments, SECTIONS)))
-    found = inference.evaluate(run, _pod(arguments), _plan_options(arguments), arguments.checkpoint)
-    _console(arguments).print(
-        f"{found['accuracy']:.2%} of {found['examples']:,} right (top 5: {found['accuracy_top5']:.2%}), "
-        f"loss {found['loss']:.4f}, checkpoint {found['checkpoint']}",
-        highlight=False,
-    )
-    return found
-
-
-def _predict(arguments: argparse.Namespace) -> Any:
-    from podscale import inference
-    from podscale.report import words
-
-    run, console, found = inference.open_run(arguments.run), _console(arguments), []
-    for picture in inference.predictions(run, arguments.images, arguments.checkpoint):
-        words.show_prediction(picture, console)
-        found.append(picture)
-    arguments.problem = words.unreadable(found)
-    return {"run": str(run.folder), "images": found}
-
-
-def _export(arguments: argparse.Namespace) -> Any:
-    from podscale import export, inference
-
-    run = inference.open_run(arguments.run)
-    found = export.export(run, arguments.to, arguments.format, arguments.checkpoint)
-    accuracy = "not evaluated" if found["accuracy"] is None else f"{found['accuracy']:.2%} right"
-    told = f"{found['format']}, {found['bytes'] / 2**20:,.1f} MiB; checkpoint {found['checkpoint']}, {accuracy}"
-    _console(arguments).print(f"{found['file']}: {told}", highlight=False, markup=False)
-    return found
-
-
-def _plan(arguments: argparse.Namespace) -> Any:
-    if arguments.published:
-        return _published(arguments)
-    recipe = _recipe(arguments)
-    if arguments.search:
-        return _searched(arguments, recipe)
-    from podscale.forecast import answers
-
-    options, name = _plan_options(arguments), ""
-    if arguments.pod and answers.follows_from(recipe):
-        name = answers.key(recipe, arguments.pod, options, arguments.compile)
-    answer = answers.kept(name) if name else None
-    if answer is None:
-        answer = _asked(arguments, recipe, options)
-        if name:
-            answers.keep(name, answer)
-    from podscale.report import words
-
-    _console(arguments).print(words.table("plan", answer["rows"]))
-    return answer["values"] | (_drawn(arguments, recipe) if arguments.plot else {})
-
-
-def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
-    from podscale import pod
-    from podscale.forecast import ask, described
-
-    if arguments.pod:
-        described.leave_chips_alone()
-    where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
-    with _console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
-        return ask.about(recipe, where, options, arguments.compile)._asdict()
-
-
-def _published(arguments: argparse.Namespace) -> Any:
-    from podscale.forecast import published
-    from podscale.report import words
-
-    found = published.compare()
-    values = published.to_dict(found)
-    _console(arguments).print(words.columns(published.HEAD, published.rows(found)))
-    _console(arguments).print(
-        f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} "
-        "(* further checks, not counted; no constant comes from any row)",
-        highlight=False,
-    )
-    return values
-
-
-def _searched(arguments: argparse.Namespace, recipe: Recipe) -> Any:
-    from podscale.forecast import ask, search
-    from podscale.report import words
-
-    rows, values = ask.searched(recipe, arguments.search, arguments.chip_hours)
-    _console(arguments).print(words.columns(search.HEAD, rows))
-    return values | (_drawn(arguments, recipe) if arguments.plot else {})
-
-
-def _drawn(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
-    from podscale.forecast import ask
-
-    kind = (arguments.search or arguments.pod).partition(":")[0]
-    if not kind:
-        raise UserError("--plot needs a kind of chip: give --pod KIND:RxC or --search KIND")
-    found = ask.drawn(recipe, kind, arguments.plot)
-    _console(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
-    return found
-
-
-def _recipes(arguments: argparse.Namespace) -> Any:
-    found = recipes.presets()
-    console = _console(arguments)
-    for name, doc in found.items():
-        console.print(f"[bold]{name}[/bold]", highlight=False)
-        for line in doc.splitlines():
-            console.print(f"  {line}", highlight=False, markup=False)
-    return found
-
-
-def _bench_step(arguments: argparse.Namespace) -> Any:
-    recipe = _recipe(arguments)
-    from podscale import bench
-
-    found = bench.step(recipe, _pod(arguments), _plan_options(arguments), arguments.images, arguments.repeats)
-    _console(arguments).print(
-        f"{recipe.model.name}, {recipe.data.image_size} px, {found['images_per_device']} images a device on "
-        f"{found['devices']}: {found['step_ms']:.2f} ms a step, {found['images_per_s']:,.0f} images/s "
-        f"(compiled in {found['compile_s']:.0f} s)",
-        highlight=False,
-    )
-    return found
-
-
-def _bench_input(arguments: argparse.Namespace) -> Any:
-    recipe = _recipe(arguments)
-    from podscale import bench_input
-    from podscale.report import rates
-
-    pod, options, console = _pod(arguments), _plan_options(arguments), _console(arguments)
-    asked = {name: getattr(arguments, name) for name in ("images", "feed", "threads")}
-    found = bench_input.measure(recipe, pod, options, **asked)
-    rates.show(found, console)
-    return found
-
-
-def _data_index(arguments: argparse.Namespace) -> Any:
-    from podscale.data.survey import survey
-    from podscale.report import data_words
-    from podscale.report.counting import counting
-
-    console = _console(arguments)
-    with counting(console, "indexing") as progress:
-        found = survey(arguments.path, arguments.source, progress)
-    data_words.show_survey(found, console)
-    return found
-
-
-def _data_prepare(arguments: argparse.Namespace) -> Any:
-    from podscale.data.prepare import Settings, prepare
-    from podscale.report import data_words
-    from podscale.report.counting import counting
-
-    names = ("longest", "quality", "subsampling", "raw", "shard_mib")
-    settings = Settings(**{name: getattr(arguments, name) for name in names})
-    console = _console(arguments)
-    try:
-        with counting(console) as progress:
-            found = prepare(arguments.src, arguments.dst, settings, arguments.source, progress=progress)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on after the last whole shard") from None
-    data_words.show_prepared(found, console)
-    return found
-
-
-# --- from arguments to values ------------------------------------------------------------------------------------
-
-
-def _given(arguments: argparse.Namespace, sections: Any) -> dict[str, str]:
-    return {k: v for k, v in vars(arguments).items() if k.partition(".")[0] in sections and "." in k}
-
-
-def _recipe(arguments: argparse.Namespace) -> Recipe:
-    return recipes.override(recipes.load(arguments.recipe), _given(arguments, SECTIONS))
-
-
-def _section(arguments: argparse.Namespace, name: str) -> dict[str, str]:
-    return {k.partition(".")[2]: v for k, v in _given(arguments, (name,)).items()}
-
-
-def _plan_options(arguments: argparse.Namespace) -> Options:
-    return changed(Options(), "plan", _section(arguments, "plan"))
-
-
-def _pod(arguments: argparse.Namespace) -> Any:
-    from podscale import pod
-
-    options = changed(PodOptions(), "pod", _section(arguments, "pod"))
-    pod.join(arguments.coordinator, arguments.processes, arguments.process)
-    return pod.find(options.shape, options.virtual)
-
-
-def _console(arguments: argparse.Namespace) -> Any:
-    from rich.console import Console
-
-    # With --json, stdout carries the one JSON object and everything for people goes to stderr.
-    return Console(stderr=arguments.json, soft_wrap=True, quiet=not _speaks())
-
-
-def _speaks() -> bool:
-    """Whether this process talks to people: of several that have joined, only the first does."""
-    if "jax" not in sys.modules:
-        return True
-    from podscale.pod import speaks
-
-    return speaks()
-
-
 # --- parsing -----------------------------------------------------------------------------------------------------
 
 
@@ -375,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
 
-    train = _verb(verbs, "train", _train, "train a recipe, or resume it", "train cifar10 --data.path cifar10.npz")
+    train = _verb(verbs, "train", do.train, "train a recipe, or resume it", "train cifar10 --data.path cifar10.npz")
     _takes_recipe(train, "digits")
     train.add_argument("--until", metavar="accuracy=X", default="", help="stop at the first evaluation that reaches it")
     text = (
@@ -389,18 +155,18 @@ def _parser() -> argparse.ArgumentParser:
     text = "layers that stay as they are, such as body, which is all but the head; the same as --model.freeze"
     train.add_argument("--freeze", dest="model.freeze", default=argparse.SUPPRESS, metavar="LAYERS", help=text)
 
-    evaluate = _verb(verbs, "eval", _eval, "evaluate a run's checkpoint, exactly", "eval --run runs/mine")
+    evaluate = _verb(verbs, "eval", do.evaluate, "evaluate a run's checkpoint, exactly", "eval --run runs/mine")
     _takes_fields(evaluate, [("data", SECTIONS["data"])])  # another data set, or the same one elsewhere
     _takes_run(evaluate)
     _takes_machine(evaluate)
 
-    predict = _verb(verbs, "predict", _predict, "name what is on pictures", "predict cat.jpg PHOTOS --run runs/mine")
+    predict = _verb(verbs, "predict", do.predict, "name what is on pictures", "predict cat.jpg PHOTOS --run runs/mine")
     text = "picture files, folders of them, or - for a list on stdin, one path a line"
     predict.add_argument("images", nargs="+", metavar="IMAGE", help=text)
     _takes_run(predict)
 
     text = "write a run's model to a file that other programs read"
-    export = _verb(verbs, "export", _export, text, "export runs/mine --to mine.onnx")
+    export = _verb(verbs, "export", do.export, text, "export runs/mine --to mine.onnx")
     export.add_argument("run", nargs="?", metavar="RUN", help="the run's folder (default: the newest under runs/)")
     export.add_argument("--to", required=True, metavar="FILE", help="FILE.safetensors, FILE.stablehlo or FILE.onnx")
     text = "safetensors, stablehlo, onnx or torchvision (default: by the file's ending)"
@@ -408,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     _takes_checkpoint(export)
 
     plan = _verb(
-        verbs, "plan", _plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
+        verbs, "plan", do.plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
     )
     _takes_recipe(plan, "digits")
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help="a pod that need not be here, such as v3:32x32")
@@ -418,12 +184,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: spend no more")
     plan.add_argument("--plot", metavar="FILE.svg", default="", help="draw how the recipe scales on this kind of chip")
 
-    _verb(verbs, "recipes", _recipes, "list the recipes that come with podscale", "recipes")
+    _verb(verbs, "recipes", do.list_recipes, "list the recipes that come with podscale", "recipes")
 
     example = "example: podscale bench step --images 256"
     bench = verbs.add_parser("bench", help="measure this machine", epilog=example, allow_abbrev=False)
     kinds = bench.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
-    step = _verb(kinds, "step", _bench_step, "time the training step on made-up data", "bench step --images 256")
+    step = _verb(kinds, "step", do.bench_step, "time the training step on made-up data", "bench step --images 256")
     _takes_recipe(step, "resnet50-imagenet-4k")
     step.add_argument("--images", type=int, default=0, metavar="N", help="images per device (default: batch.size)")
     step.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
@@ -437,12 +203,12 @@ def _data_verbs(verbs: Any) -> None:
     data = verbs.add_parser("data", help="look at a data set, or prepare it", epilog=example, allow_abbrev=False)
     kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
 
-    index = _verb(kinds, "index", _data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
+    index = _verb(kinds, "index", do.data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
     index.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
     _takes_source(index)
 
     text = "write a data set again, so that training reads it faster: without loss, unless told otherwise"
-    prepare = _verb(kinds, "prepare", _data_prepare, text, "data prepare PHOTOS PREPARED --longest 400")
+    prepare = _verb(kinds, "prepare", do.data_prepare, text, "data prepare PHOTOS PREPARED --longest 400")
     prepare.add_argument("src", metavar="SRC", help="the data set, which stays as it is")
     prepare.add_argument("dst", metavar="DST", help="a folder to write to; the same command goes on if it was stopped")
     prepare.add_argument("--longest", type=int, metavar="N", help="shrink pictures whose longer side has more pixels")
@@ -461,7 +227,7 @@ def _takes_source(parser: argparse.ArgumentParser) -> None:
 
 def _takes_bench_input(kinds: Any) -> None:
     text = "images/s from files to the devices, by stage"
-    source = _verb(kinds, "input", _bench_input, text, "bench input --data.path IMAGENET --feed 7000")
+    source = _verb(kinds, "input", do.bench_input, text, "bench input --data.path IMAGENET --feed 7000")
     _takes_recipe(source, "resnet50-imagenet-4k")
     source.add_argument("--images", type=int, default=512, metavar="N", help="pictures to measure with (default: 512)")
     source.add_argument("--feed", type=float, default=0.0, metavar="N", help="images/s that shall be fed")

@@ -1,0 +1,246 @@
+"""The verbs: what each command does with its arguments, and what it says. JAX is imported only where it is needed."""
+
+import argparse
+import dataclasses
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+from podscale import recipe as recipes
+from podscale.errors import UserError
+from podscale.fields import changed
+from podscale.options import Options, PodOptions
+from podscale.recipe import SECTIONS, Recipe
+from podscale.until import Until
+
+
+def train(arguments: argparse.Namespace) -> Any:
+    recipe = recipe_of(arguments)
+    until = Until.parse(arguments.until) if arguments.until else None
+    allowed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
+    from podscale import train
+    from podscale.report import words
+
+    pod, options = _pod(arguments), plan_options(arguments)
+    console = _console(arguments)  # after the processes have joined: only the first one's says anything
+    summary = train.train(
+        recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console, allow_changed=allowed
+    )
+    words.show(summary, console)
+    return summary
+
+
+def evaluate(arguments: argparse.Namespace) -> Any:
+    from podscale import inference
+
+    run = inference.open_run(arguments.run)
+    run = dataclasses.replace(run, recipe=recipes.override(run.recipe, _given(arguments, SECTIONS)))
+    found = inference.evaluate(run, _pod(arguments), plan_options(arguments), arguments.checkpoint)
+    _console(arguments).print(
+        f"{found['accuracy']:.2%} of {found['examples']:,} right (top 5: {found['accuracy_top5']:.2%}), "
+        f"loss {found['loss']:.4f}, checkpoint {found['checkpoint']}",
+        highlight=False,
+    )
+    return found
+
+
+def predict(arguments: argparse.Namespace) -> Any:
+    from podscale import inference
+    from podscale.report import words
+
+    run, console, found = inference.open_run(arguments.run), _console(arguments), []
+    try:
+        for picture in inference.predictions(run, arguments.images, arguments.checkpoint):
+            words.show_prediction(picture, console)
+            found.append(picture)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{len(found)} pictures were named") from None
+    arguments.problem = words.unreadable(found)
+    return {"run": str(run.folder), "images": found}
+
+
+def export(arguments: argparse.Namespace) -> Any:
+    from podscale import export, inference
+
+    run = inference.open_run(arguments.run)
+    found = export.export(run, arguments.to, arguments.format, arguments.checkpoint)
+    accuracy = "not evaluated" if found["accuracy"] is None else f"{found['accuracy']:.2%} right"
+    told = f"{found['format']}, {found['bytes'] / 2**20:,.1f} MiB; checkpoint {found['checkpoint']}, {accuracy}"
+    _console(arguments).print(f"{found['file']}: {told}", highlight=False, markup=False)
+    return found
+
+
+def plan(arguments: argparse.Namespace) -> Any:
+    if arguments.published:
+        return _published(arguments)
+    recipe = recipe_of(arguments)
+    if arguments.search:
+        return _searched(arguments, recipe)
+    from podscale.forecast import answers
+
+    options, name = plan_options(arguments), ""
+    if arguments.pod and answers.follows_from(recipe):
+        name = answers.key(recipe, arguments.pod, options, arguments.compile)
+    answer = answers.kept(name) if name else None
+    if answer is None:
+        answer = _asked(arguments, recipe, options)
+        if name:
+            answers.keep(name, answer)
+    from podscale.report import words
+
+    _console(arguments).print(words.table("plan", answer["rows"]))
+    return answer["values"] | (_drawn(arguments, recipe) if arguments.plot else {})
+
+
+def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
+    from podscale import pod
+    from podscale.forecast import ask, described
+
+    if arguments.pod:
+        described.leave_chips_alone()
+    where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
+    with _console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
+        return ask.about(recipe, where, options, arguments.compile)._asdict()
+
+
+def _published(arguments: argparse.Namespace) -> Any:
+    from podscale.forecast import published
+    from podscale.report import words
+
+    found = published.compare()
+    values = published.to_dict(found)
+    _console(arguments).print(words.columns(published.HEAD, published.rows(found)))
+    _console(arguments).print(
+        f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} "
+        "(* further checks, not counted; no constant comes from any row)",
+        highlight=False,
+    )
+    return values
+
+
+def _searched(arguments: argparse.Namespace, recipe: Recipe) -> Any:
+    from podscale.forecast import ask, search
+    from podscale.report import words
+
+    rows, values = ask.searched(recipe, arguments.search, arguments.chip_hours)
+    _console(arguments).print(words.columns(search.HEAD, rows))
+    return values | (_drawn(arguments, recipe) if arguments.plot else {})
+
+
+def _drawn(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    from podscale.forecast import ask
+
+    kind = (arguments.search or arguments.pod).partition(":")[0]
+    if not kind:
+        raise UserError("--plot needs a kind of chip: give --pod KIND:RxC or --search KIND")
+    found = ask.drawn(recipe, kind, arguments.plot)
+    _console(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
+    return found
+
+
+def list_recipes(arguments: argparse.Namespace) -> Any:
+    found = recipes.presets()
+    console = _console(arguments)
+    for name, doc in found.items():
+        console.print(f"[bold]{name}[/bold]", highlight=False)
+        for line in doc.splitlines():
+            console.print(f"  {line}", highlight=False, markup=False)
+    return found
+
+
+def bench_step(arguments: argparse.Namespace) -> Any:
+    recipe = recipe_of(arguments)
+    from podscale import bench
+
+    found = bench.step(recipe, _pod(arguments), plan_options(arguments), arguments.images, arguments.repeats)
+    _console(arguments).print(
+        f"{recipe.model.name}, {recipe.data.image_size} px, {found['images_per_device']} images a device on "
+        f"{found['devices']}: {found['step_ms']:.2f} ms a step, {found['images_per_s']:,.0f} images/s "
+        f"(compiled in {found['compile_s']:.0f} s)",
+        highlight=False,
+    )
+    return found
+
+
+def bench_input(arguments: argparse.Namespace) -> Any:
+    recipe = recipe_of(arguments)
+    from podscale import bench_input
+    from podscale.report import rates
+
+    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    asked = {name: getattr(arguments, name) for name in ("images", "feed", "threads")}
+    found = bench_input.measure(recipe, pod, options, **asked)
+    rates.show(found, console)
+    return found
+
+
+def data_index(arguments: argparse.Namespace) -> Any:
+    from podscale.data.survey import survey
+    from podscale.report import data_words
+    from podscale.report.counting import counting
+
+    console = _console(arguments)
+    with counting(console, "indexing") as progress:
+        found = survey(arguments.path, arguments.source, progress)
+    data_words.show_survey(found, console)
+    return found
+
+
+def data_prepare(arguments: argparse.Namespace) -> Any:
+    from podscale.data.prepare import Settings, prepare
+    from podscale.report import data_words
+    from podscale.report.counting import counting
+
+    names = ("longest", "quality", "subsampling", "raw", "shard_mib")
+    settings = Settings(**{name: getattr(arguments, name) for name in names})
+    console = _console(arguments)
+    try:
+        with counting(console) as progress:
+            found = prepare(arguments.src, arguments.dst, settings, arguments.source, progress=progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on after the last whole shard") from None
+    data_words.show_prepared(found, console)
+    return found
+
+
+# --- from arguments to values ------------------------------------------------------------------------------------
+
+
+def _given(arguments: argparse.Namespace, sections: Any) -> dict[str, str]:
+    return {k: v for k, v in vars(arguments).items() if k.partition(".")[0] in sections and "." in k}
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    return recipes.override(recipes.load(arguments.recipe), _given(arguments, SECTIONS))
+
+
+def _section(arguments: argparse.Namespace, name: str) -> dict[str, str]:
+    return {k.partition(".")[2]: v for k, v in _given(arguments, (name,)).items()}
+
+
+def plan_options(arguments: argparse.Namespace) -> Options:
+    return changed(Options(), "plan", _section(arguments, "plan"))
+
+
+def _pod(arguments: argparse.Namespace) -> Any:
+    from podscale import pod
+
+    options = changed(PodOptions(), "pod", _section(arguments, "pod"))
+    pod.join(arguments.coordinator, arguments.processes, arguments.process)
+    return pod.find(options.shape, options.virtual)
+
+
+def _console(arguments: argparse.Namespace) -> Any:
+    from rich.console import Console
+
+    # With --json, stdout carries the one JSON object and everything for people goes to stderr.
+    return Console(stderr=arguments.json, soft_wrap=True, quiet=not speaks())
+
+
+def speaks() -> bool:
+    """Whether this process talks to people: of several that have joined, only the first does."""
+    if "jax" not in sys.modules:
+        return True
+    from podscale.pod import speaks
+
+    return speaks()
