@@ -53,7 +53,7 @@ def fed(found, calls):
         loader._TrainJob.make, cropping.crop_batch = make, crop_batch
     samples, boxes, flips = (np.stack(values) for values in zip(*(asked[call.start] for call in calls), strict=True))
     pixels, labels = (np.stack(values) for values in zip(*pieces, strict=True))
-    shards = loader._Shards(pod.batch_sharding(found.mesh, axis=2), found.plan.batch_shape, axis=2)
+    shards = loader.Blocks(pod.batch_sharding(found.mesh, axis=2), found.plan.batch_shape, axis=2)
     positions = np.broadcast_to(loader._positions(found.plan, shards).ravel(), samples.shape)
     return {"positions": positions, "samples": samples, "boxes": boxes, "flips": flips, "pixels": pixels} | {
         "labels": labels,

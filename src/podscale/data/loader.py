@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from podscale.data import cropping, randaugment
 from podscale.data.bad import UNREADABLE, BadPictures
+from podscale.data.blocks import Blocks, eval_blocks
 from podscale.data.index import Index
 from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
@@ -60,7 +61,7 @@ def train_batches(
     """
     recipe = plan.recipe
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    shards = _Shards(sharding, plan.batch_shape, axis=2)
+    shards = Blocks(sharding, plan.batch_shape, axis=2)
     bad = BadPictures(index, recipe.data.lanes, recipe.data.bad_share)
     return Batches(ranges, _TrainJob(index, recipe, order, shards, _positions(plan, shards), bad), threads, depth)
 
@@ -79,7 +80,7 @@ def eval_batches(
     `sharding` cuts axis 0 alone. Example e*E + d*images_per_device + i is image i of device d in batch e; the last
     batch is padded with zeros whose label is -1. A picture that cannot be read is zeros, too, labelled UNREADABLE.
     """
-    shards = _eval_shards(sharding, images_per_device)
+    shards = eval_blocks(sharding, images_per_device)
     offsets = np.array(shards.starts)[:, None] + np.arange(images_per_device)  # [blocks, images]
     jobs = range(0, len(index), shards.shape[0])
     bad = BadPictures(index, recipe.data.lanes, recipe.data.bad_share)
@@ -89,7 +90,7 @@ def eval_batches(
 def train_samples(plan: Plan, sharding: NamedSharding) -> NDArray[np.int64]:
     """All samples that this process will ever train on: those of the lanes that its positions read."""
     lanes = plan.recipe.data.lanes
-    positions = _positions(plan, _Shards(sharding, plan.batch_shape, axis=2))
+    positions = _positions(plan, Blocks(sharding, plan.batch_shape, axis=2))
     own = np.unique(positions // (plan.recipe.batch.size // lanes))
     samples = np.arange(plan.counts.train)
     return samples[np.isin(samples % lanes, own)]
@@ -97,7 +98,7 @@ def train_samples(plan: Plan, sharding: NamedSharding) -> NDArray[np.int64]:
 
 def eval_samples(count: int, sharding: NamedSharding, images_per_device: int) -> NDArray[np.int64]:
     """All of `count` examples that this process evaluates."""
-    shards = _eval_shards(sharding, images_per_device)
+    shards = eval_blocks(sharding, images_per_device)
     offsets = np.array(shards.starts)[:, None] + np.arange(images_per_device)
     samples = np.arange(count)
     return samples[np.isin(samples % shards.shape[0], offsets)]
@@ -115,47 +116,12 @@ def eval_pictures(
     return out
 
 
-# --- blocks and devices --------------------------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------------------------
 
 
-def _cuts(sharding: NamedSharding, axis: int) -> int:
-    """Into how many pieces a sharding cuts an axis."""
-    names = sharding.spec[axis] if axis < len(sharding.spec) else None
-    names = (names,) if isinstance(names, str) else names or ()
-    return int(np.prod([sharding.mesh.shape[name] for name in names], dtype=int))
-
-
-def _positions(plan: Plan, shards: "_Shards") -> NDArray[np.int64]:
+def _positions(plan: Plan, shards: "Blocks") -> NDArray[np.int64]:
     """Positions of the global batch that this process fills: [blocks, micro-batches, images]."""
     return np.stack([plan.positions(start // plan.micro_images) for start in shards.starts])
-
-
-def _eval_shards(sharding: NamedSharding, images_per_device: int) -> "_Shards":
-    return _Shards(sharding, (_cuts(sharding, axis=0) * images_per_device,), axis=0)
-
-
-class _Shards:
-    """The blocks of a global array, cut along one axis, that this process has devices for."""
-
-    def __init__(self, sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> None:
-        self.sharding, self.shape = sharding, shape
-        if sharding.shard_shape(shape) != (*shape[:axis], shape[axis] // _cuts(sharding, axis), *shape[axis + 1 :]):
-            raise ValueError(f"{sharding.spec} must cut axis {axis} alone")
-        self.extent = shape[axis] // _cuts(sharding, axis)
-        places = sharding.addressable_devices_indices_map(shape)
-        first = {device: place[axis].start or 0 for device, place in places.items() if place is not None}
-        self.starts = sorted(set(first.values()))
-        self.devices = [(device, self.starts.index(start)) for device, start in first.items()]
-        self.block = (*shape[:axis], self.extent, *shape[axis + 1 :])
-
-    def assemble(self, blocks: NDArray[Any], staging: Staging | None = None) -> jax.Array:
-        """The global array made of blocks[k] at starts[k]. The blocks are given away, or go back to their staging."""
-        shape = self.shape + blocks.shape[1 + len(self.shape) :]
-        pieces = [jax.device_put(blocks[k], device) for device, k in self.devices]
-        array = jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
-        if staging is not None:
-            staging.sent(blocks, array)
-        return array
 
 
 @dataclass(frozen=True)
@@ -163,7 +129,7 @@ class _TrainJob:
     index: Index
     recipe: Recipe
     order: Order
-    shards: _Shards
+    shards: Blocks
     positions: NDArray[np.int64]  # [blocks, micro-batches, images]
     bad: BadPictures
 
@@ -227,7 +193,7 @@ class _TrainJob:
 class _EvalJob:
     index: Index
     recipe: Recipe
-    shards: _Shards
+    shards: Blocks
     offsets: NDArray[np.int64]  # [blocks, images]
     bad: BadPictures
 
