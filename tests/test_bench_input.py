@@ -63,6 +63,7 @@ def test_every_stage_crop_and_cache_has_its_rate(photos):
         assert row["scaling"] == pytest.approx(row["images_per_s_all"] / (2 * row["images_per_s_one"]))
         assert row["cores_had"] is None or 0 < row["cores_had"] < 1.1
     assert 0 < found["cores_had"] < 1.1
+    assert 0 < found["arithmetic_scaling"] < 2
     assert min(found["loader"].values()) > 0
     assert found["hand_over"]["copies"] is False
     assert found["kept"] == "decoded"  # two dozen small pictures fit anywhere

@@ -6,9 +6,11 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from podscale import run as runs
 from podscale.errors import UserError
 from podscale.recipe import load, override
 from podscale.report import counting
@@ -247,3 +249,10 @@ def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
         assert "indexing" not in shown.getvalue()
         tell("pictures", 1200, 5000)
     assert ("1200/5000" if terminal else "indexing pictures: 1,200 of 5,000\n") in shown.getvalue()
+
+
+def test_a_library_that_is_only_on_the_path_has_no_version_and_stops_nothing(monkeypatch):
+    monkeypatch.setattr(runs, "LIBRARIES", ("numpy", "a-package-that-nobody-installed"))
+    found = runs.versions()
+    assert found["a-package-that-nobody-installed"] == "not installed"
+    assert found["numpy"] == np.__version__

@@ -4,6 +4,7 @@ What is measured is the work of a run: the first pictures that training would se
 threads, memory and hand-over. Nothing is trained.
 """
 
+import hashlib
 import itertools
 import math
 import os
@@ -34,6 +35,7 @@ from podscale.report import rates
 IMAGES_PER_DEVICE = 256
 SECONDS, ROUNDS = 0.25, 3  # each warm rate is the median of so many stretches, each of at least so long
 LOADER_SECONDS = 1.0
+ARITHMETIC = 300_000  # hashes of hashes: about a quarter of a second
 HAND_OVERS = 20
 COLD = "read, cold"
 KEPT = ("none", "encoded", "decoded")
@@ -91,6 +93,7 @@ def measure(
     with ThreadPoolExecutor(threads, "podscale-decode") as pool:
         stages = _stages(crops["train"], pool, threads, hand_over["images_per_s"])
         whole = _crop_rates(crops, pool, threads)
+        arithmetic = _arithmetic_scaling(pool, threads)
     found = {
         "recipe": recipe.name,
         "path": recipe.data.path,
@@ -104,6 +107,7 @@ def measure(
         "stages": stages,
         "crops": whole,
         "cores_had": statistics.median(row["cores_had"] for row in whole if row["cores_had"] is not None),
+        "arithmetic_scaling": arithmetic,
         "hand_over": hand_over,
         "loader": _loader_rates(plan, crops["train"], whole, threads),
         "kept": _kept(index, recipe, options),
@@ -293,6 +297,20 @@ def _seconds(crops: Crops, pool: Executor | None, passes: int = 1) -> float:
     for _ in map(crops.make, parts) if pool is None else pool.map(crops.make, parts):
         pass
     return time.perf_counter() - began
+
+
+def _arithmetic_scaling(pool: Executor, threads: int) -> float:
+    """How work that touches no memory scales here: cores that share a clock or a unit are not one core each."""
+
+    def work(_: int) -> None:
+        hashlib.pbkdf2_hmac("sha256", b"podscale", b"podscale", ARITHMETIC)
+
+    def seconds(workers: int) -> float:
+        began = time.perf_counter()
+        list(pool.map(work, range(workers)))
+        return time.perf_counter() - began
+
+    return statistics.median(seconds(1) / seconds(threads) for _ in range(ROUNDS))
 
 
 # --- the device, and the whole -------------------------------------------------------------------------------------

@@ -241,7 +241,15 @@ def whole_lines(path: Path) -> list[str]:
 
 def versions() -> dict[str, str]:
     """The libraries on which the bits of a result depend."""
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in LIBRARIES}
+    return {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
+
+
+def _version(name: str) -> str:
+    """Of a package as it was installed; one that is only on the path, as a checkout may be, has none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _changes(before: Any, now: Any) -> str:

@@ -20,6 +20,10 @@ def show(found: dict[str, Any], console: Console) -> None:
     _say(console, _what(found))
     console.print(_stages(found))
     console.print(_crops(found))
+    if found["threads"] > 1:
+        _say(
+            console, f"arithmetic alone scales by {found['arithmetic_scaling']:.0%} here: decoding cannot scale better"
+        )
     _say(console, _hand_over(found["hand_over"]))
     if found["cores_had"] < QUIET:
         _say(console, f"{_threads(found)} had {found['cores_had']:.0%} of the cores: {DISTURBED}")
