@@ -16,6 +16,7 @@ from podscale import cli, collectives, models, verbs
 from podscale import recipe as recipes
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS
+from podscale.study import grid
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "podscale"
@@ -114,8 +115,18 @@ def test_few_python_blocks_are_fragments():
 
 
 @pytest.mark.parametrize("source", [pytest.param(s, id=named(p, n)) for p in PAGES for n, s in blocks(p, "toml")])
-def test_every_recipe_in_the_docs_reads(source):
-    assert recipes.parse(source).steps(1000) >= 1
+def test_every_recipe_and_study_in_the_docs_reads(source, tmp_path):
+    if source.partition("\n")[2].startswith("recipe = "):
+        (tmp_path / "study.toml").write_text(source)
+        assert grid.load(tmp_path / "study.toml").cases
+    else:
+        assert recipes.parse(source).steps(1000) >= 1
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.toml")), ids=lambda path: path.name)
+def test_every_study_in_the_tree_reads(path):
+    assert grid.load(path).cases
+    assert f"podscale study studies/{path.name}" in path.read_text()
 
 
 # --- commands ----------------------------------------------------------------------------------------------------

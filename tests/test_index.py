@@ -1,6 +1,7 @@
 """Indexes of real files: what is found, in which order, and every refusal as one sentence."""
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,3 +248,40 @@ def test_refuses_what_is_no_npz(tmp_path, arrays):
 
 def test_never_unpickles(tmp_path, arrays):
     assert "is not a readable .npz file" in npz_refusal(tmp_path, arrays | {"train_labels": np.array([print] * 5)})
+
+
+# --- held out ----------------------------------------------------------------------------------------------------
+
+
+def test_held_out_pictures_validate_and_are_not_trained_on(tmp_path):
+    images = np.arange(1000, dtype=np.uint16).view(np.uint8).reshape(1000, 1, 2, 1).repeat(3, axis=3)
+    labels = np.arange(1000) % 10
+    np.savez(tmp_path / "a.npz", train_images=images, train_labels=labels, val_images=images[:5], val_labels=labels[:5])
+    data = Data(source="npz", path=str(tmp_path / "a.npz"), hold_out=0.1)
+    splits = open_index(data)
+    assert (len(splits.train), len(splits.val)) == (900, 100)
+    numbers = [index.images[:, 0, :, 0].copy().view(np.uint16)[:, 0] for index in (splits.train, splits.val)]
+    assert sorted(np.concatenate(numbers).tolist()) == list(range(1000))
+    for index, number in zip((splits.train, splits.val), numbers, strict=True):
+        assert index.labels.tolist() == (number % 10).tolist()
+    assert len(np.unique(splits.val.labels)) == 10
+    assert open_index(data).val.labels.tolist() == splits.val.labels.tolist()
+    with pytest.raises(UserError, match=r"data.hold_out 0.0001 of 1000 training pictures is 0"):
+        open_index(replace(data, hold_out=0.0001))
+
+
+def test_held_out_files_are_the_same_files(tmp_path):
+    for split, count in (("train", 20), ("val", 2)):
+        for label in ("ant", "bee"):
+            (tmp_path / split / label).mkdir(parents=True)
+            for i in range(count):
+                size = (4 + i, 3)
+                Image.new("RGB", size).save(tmp_path / split / label / f"{'x' * (i % 3)}{i}.png")
+    data = Data(source="folder", path=str(tmp_path))
+    whole, splits = open_index(data).train, open_index(replace(data, hold_out=0.25))
+    assert (len(splits.train), len(splits.val)) == (30, 10)
+    known = {whole.name(i): (int(whole.labels[i]), whole.sizes[i].tolist(), whole.read(i)) for i in range(len(whole))}
+    for index in (splits.train, splits.val):
+        for i in range(len(index)):
+            assert known.pop(index.name(i)) == (index.labels[i], index.sizes[i].tolist(), index.read(i))
+    assert not known

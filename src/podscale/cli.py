@@ -127,7 +127,7 @@ def _options() -> list[str]:
         "--json --run --until --allow-changed --pod --checkpoint --images --repeats --coordinator --processes --process"
     )
     own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
-    own += " --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
+    own += " --seeds --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -184,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: spend no more")
     plan.add_argument("--plot", metavar="FILE.svg", default="", help="draw how the recipe scales on this kind of chip")
 
+    _takes_study(verbs)
     _verb(verbs, "recipes", do.list_recipes, "list the recipes that come with podscale", "recipes")
 
     example = "example: podscale bench step --images 256"
@@ -217,6 +218,20 @@ def _data_verbs(verbs: Any) -> None:
     prepare.add_argument("--raw", action="store_true", help="store pixels: the fastest, and the most bytes")
     prepare.add_argument("--shard-mib", type=int, default=256, metavar="N", help="MiB of a shard (default: 256)")
     _takes_source(prepare)
+
+
+def _takes_study(verbs: Any) -> None:
+    text = "train a grid of recipes and seeds, and compare them"
+    study = _verb(verbs, "study", do.study, text, "study studies/digits-batch.toml --seeds 0,1,2")
+    study.add_argument("study", metavar="STUDY.toml", help="which recipes, which fields, which seeds (docs/studies.md)")
+    study.add_argument("--seeds", type=_numbers, default=(), metavar="N,N", help="instead of those in the file")
+    study.add_argument("--run", metavar="DIR", help="the folder for all of its runs (default: runs/NAME)")
+    _takes_fields(study, SECTIONS.items())
+    _takes_machine(study)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def _takes_source(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,9 @@ class Data:
     shrink: int = _field(0, "pictures are first shrunk to at most this many pixels on the longer side; 0: not at all")
     lanes: int = _field(1, "independent shuffles the data set is cut into; a host reads only its own lanes")
     classes: int = _field(0, "number of classes; 0: as found")
+    hold_out: float = _field(
+        0.0, "share of the training pictures to validate on instead of the validation set; they are not trained on"
+    )
     train_samples: int = _field(0, "number of training pictures; 0: as found")
     val_samples: int = _field(0, "number of validation pictures; 0: as found")
     eval_fraction: float = _field(1.0, "share of the shorter side that evaluation's centre crop keeps")
@@ -203,7 +206,7 @@ def _plain(section: Any) -> dict[str, Any]:
 def presets() -> dict[str, str]:
     """Names of the recipes that come with the package, each with the text that opens its file."""
     files = (f for f in resources.files("podscale.recipes").iterdir() if f.name.endswith(".toml"))
-    return {f.name[:-5]: _opening_comment(f.read_text()) for f in sorted(files, key=lambda f: f.name)}
+    return {f.name[:-5]: opening_comment(f.read_text()) for f in sorted(files, key=lambda f: f.name)}
 
 
 def load(name: str | Path = "digits") -> Recipe:
@@ -220,16 +223,16 @@ def _text(name: str) -> tuple[str, str]:
     return resources.files("podscale.recipes").joinpath(f"{name}.toml").read_text(), name
 
 
-def read(path: Path) -> str:
+def read(path: Path, what: str = "recipe") -> str:
     """The text of a recipe file."""
     try:
         return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise UserError(f"there is no recipe file {path}") from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise UserError(f"there is no {what} file {path}") from None
     except OSError as error:
-        raise UserError(f"cannot read the recipe file {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the {what} file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"the recipe file {path} is not text in UTF-8") from None
+        raise UserError(f"the {what} file {path} is not text in UTF-8") from None
 
 
 def parse(text: str, name: str = "unnamed") -> Recipe:
@@ -244,7 +247,7 @@ def parse(text: str, name: str = "unnamed") -> Recipe:
             raise UserError(f"recipe {name}: {section!r} stands outside any section; the sections are {_listed()}")
         _known_section(section)
         changes |= {f"{section}.{key}": value for key, value in fields.items()}
-    return override(Recipe(name=name, doc=_opening_comment(text)), changes)
+    return override(Recipe(name=name, doc=opening_comment(text)), changes)
 
 
 def override(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
@@ -274,7 +277,8 @@ def title(text: str) -> str:
     return first.removeprefix("# recipe: ") if first.startswith("# recipe: ") else ""
 
 
-def _opening_comment(text: str) -> str:
+def opening_comment(text: str) -> str:
+    """What a file says about itself at its top."""
     text = text.removeprefix(f"# recipe: {title(text)}\n")
     lines = []
     for line in text.splitlines():
@@ -302,8 +306,8 @@ def _check(recipe: Recipe) -> None:
 _AT_LEAST_ONE = ("data.image_size", "data.lanes", "model.width", "batch.size", "batch.span")
 _POSITIVE = ("train.epochs", "train.eval_epochs", "data.std", "data.eval_fraction", "schedule.power")
 _SHARES = (
-    "data.eval_fraction data.bad_share optimizer.momentum optimizer.second_moment optimizer.average augment.min_area "
-    "augment.erase augment.label_smoothing train.stats_momentum"
+    "data.eval_fraction data.bad_share data.hold_out optimizer.momentum optimizer.second_moment optimizer.average "
+    "augment.min_area augment.erase augment.label_smoothing train.stats_momentum"
 ).split()
 _AT_LEAST_ZERO = (
     "data.shrink data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust "

@@ -164,6 +164,10 @@ class Run:
         except ValueError:
             raise UserError(f"{path} is damaged: a line of it is not JSON; remove that line to go on") from None
 
+    def plan(self) -> dict[str, Any]:
+        """The plan it was begun with; empty if that cannot be read."""
+        return _read_json(self.folder / "plan.json") or {}
+
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty while it has not."""
         return _read_json(self.folder / "summary.json") or {}

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from podscale import recipe as recipes
@@ -145,6 +146,24 @@ def list_recipes(arguments: argparse.Namespace) -> Any:
         console.print(f"[bold]{name}[/bold]", highlight=False)
         for line in doc.splitlines():
             console.print(f"  {line}", highlight=False, markup=False)
+    return found
+
+
+def study(arguments: argparse.Namespace) -> Any:
+    from podscale.study import grid, spread
+
+    asked = grid.load(arguments.study, _given(arguments, SECTIONS), arguments.seeds)
+    from podscale.report import words
+    from podscale.study import running
+
+    folder, pod = Path(arguments.run or Path("runs") / asked.name), _pod(arguments)
+    console = _console(arguments)
+    found = running.run(asked, folder, pod, plan_options(arguments), console)
+    console.print(words.columns(spread.HEAD, spread.rows(found)))
+    console.print(
+        f"{asked.measure}; table: {folder}/study.json, plot: {folder}/study.svg", highlight=False, markup=False
+    )
+    arguments.problem = spread.failures(found)
     return found
 
 

@@ -20,6 +20,7 @@ from podscale.data import catalog, decode
 from podscale.data.cache import Cache, Kind
 from podscale.data.containers import MOST_CLASSES
 from podscale.data.files import Files, Progress, loose
+from podscale.data.random import Stream, words
 from podscale.errors import UserError
 
 
@@ -92,6 +93,14 @@ class Index:
             return replace(self, sizes=sizes)
         return replace(self, sizes=sizes, images=np.stack([decode.shrink(image, *sizes[0]) for image in self.images]))
 
+    def taken(self, samples: NDArray[np.integer]) -> "Index":
+        """Those of the pictures, numbered anew."""
+        images = None if self.images is None else self.images[samples]
+        files = (
+            None if self.files is None else Files(self.files.root, self.files.table.taken(samples), self.files.packed)
+        )
+        return Index(self.labels[samples], self.sizes[samples], images, files, self.noun)
+
     def cached(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
         """The same pictures; those of `samples` will be kept in memory."""
         lengths = self.decoded_bytes() if kind == "decoded" else self.encoded_bytes()
@@ -160,6 +169,9 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
         splits = {"digits": _open_digits, "npz": _open_npz}[data.source](data.path)
     if data.shrink:
         splits = replace(splits, train=splits.train.shrunk(data.shrink), val=splits.val.shrunk(data.shrink))
+    if data.hold_out:
+        train, val = held_out(splits.train, data.hold_out)
+        splits = replace(splits, train=train, val=val)
     found = {"classes": len(splits.classes), "train_samples": len(splits.train), "val_samples": len(splits.val)}
     for field, number in found.items():
         if getattr(data, field) not in (0, number):
@@ -168,6 +180,18 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
                 "correct the recipe or the path"
             )
     return splits
+
+
+def held_out(train: Index, share: float) -> tuple[Index, Index]:
+    """Training and validation out of training's own pictures. They are drawn once and for all: no seed changes them.
+
+    What is chosen by looking at such a validation has not seen the validation set.
+    """
+    count, drawn = round(share * len(train)), words(0, Stream.HOLD_OUT, np.arange(len(train)))[:, 0]
+    if not 0 < count < len(train):
+        raise UserError(f"data.hold_out {share} of {len(train)} training pictures is {count}; nothing would be left")
+    shuffled = np.argsort(drawn, kind="stable")
+    return train.taken(np.sort(shuffled[count:])), train.taken(np.sort(shuffled[:count]))
 
 
 def files_index(paths: Sequence[str | os.PathLike[str]]) -> Index:

@@ -31,6 +31,7 @@ class Stream(enum.IntEnum):
     SHIFT = 2  # (pass, sample)
     FLIP = 3  # (pass, sample)
     RANDAUGMENT = 4  # (pass, sample, operation)
+    HOLD_OUT = 5  # (sample), with seed 0
 
 
 def bits(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArray[np.uint32]:

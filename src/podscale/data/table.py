@@ -18,7 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -67,6 +67,14 @@ class Strings:
         blobs = [part.blob for part in parts]
         return cls(np.concatenate([np.zeros(0, np.uint8), *blobs]), np.concatenate([np.zeros(1, np.int64), *starts]))
 
+    def taken(self, which: NDArray[np.integer]) -> Self:
+        """Those of the names, in that order."""
+        lengths = self.starts[which + 1] - self.starts[which]
+        starts = np.zeros(len(which) + 1, np.int64)
+        np.cumsum(lengths, out=starts[1:])
+        places = np.arange(starts[-1]) + np.repeat(self.starts[which] - starts[:-1], lengths)
+        return type(self)(self.blob[places], starts)
+
     def __len__(self) -> int:
         return len(self.starts) - 1
 
@@ -94,6 +102,11 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def taken(self, samples: NDArray[np.integer]) -> "Table":
+        """Those of the samples, in that order, numbered anew."""
+        columns = {name: getattr(self, name)[samples] for name in _COLUMNS}
+        return replace(self, **columns, names=self.names.taken(samples) if len(self.names) else self.names)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,17 +6,16 @@ that each part takes, stacked, with the efficiency drawn over it. Both axes of c
 
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
 
 from podscale.forecast.model import Forecast
 from podscale.forecast.published import Run
 from podscale.pod import named
+from podscale.strokes import FAINT, INK, area, dot, line, picture, text
 
 WIDTH, HEIGHT = 1000, 460
 TOP, BOTTOM = 70, 380
 LEFT, RIGHT = (80, 480), (580, 960)  # the two panels' sides
 COLOURS = {"compute": "#4878a8", "batch norm": "#e8a33d", "summation": "#c44e52", "idle": "#b0b0b0"}
-INK, FAINT = "#222", "#ddd"
 
 
 def draw(found: Sequence[Forecast], runs: Iterable[Run], title: str) -> str:
@@ -25,12 +24,11 @@ def draw(found: Sequence[Forecast], runs: Iterable[Run], title: str) -> str:
     kind = found[0].plan.pod.kind
     points = [(_count(run), run) for run in runs if named(run.pod).kind == kind]
     body = [
-        _text(WIDTH / 2, 28, title, size=17),
+        text(WIDTH / 2, 28, title, size=17),
         *_rates(found, counts, points),
         *_parts(found, counts),
     ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', *body, "</svg>"]) + "\n"
+    return picture(WIDTH, HEIGHT, body)
 
 
 def _chips(found: Forecast) -> int:
@@ -55,21 +53,23 @@ def _rates(found: Sequence[Forecast], counts: list[int], points: list[tuple[int,
         return _across(count, counts, LEFT), BOTTOM - share * (BOTTOM - TOP)
 
     perfect = [spot(count, rates[0] * count / counts[0]) for count in counts]
-    lines = [_text(sum(LEFT) / 2, 56, "images a second"), *_chip_axis(counts, LEFT)]
+    lines = [text(sum(LEFT) / 2, 56, "images a second"), *_chip_axis(counts, LEFT)]
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
         y = spot(counts[0], 10.0**power)[1]
-        lines += [_line([(LEFT[0], y), (LEFT[1], y)], FAINT), _text(LEFT[0] - 8, y + 4, f"{10**power:,}", "end")]
+        lines += [line([(LEFT[0], y), (LEFT[1], y)], FAINT), text(LEFT[0] - 8, y + 4, f"{10**power:,}", "end")]
     lines += [
-        _line(perfect, "#888", dashed=True),
-        _line([spot(count, rate) for count, rate in zip(counts, rates, strict=True)], COLOURS["compute"], 2.5),
+        line(perfect, "#888", dashed=True),
+        line([spot(count, rate) for count, rate in zip(counts, rates, strict=True)], COLOURS["compute"], 2.5),
     ]
     for count, run in points:
         x, y = spot(min(max(count, counts[0]), counts[-1]), run.images_per_s)
-        note = escape(f"{run.name}: {count} chips, {run.images_per_s:,.0f} images/s ({run.source})")
-        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#c44e52"><title>{note}</title></circle>')
+        note = f"{run.name}: {count} chips, {run.images_per_s:,.0f} images/s ({run.source})"
+        lines.append(dot(x, y, "#c44e52", note))
     if points:
-        lines += [f'<circle cx="{LEFT[0] + 16}" cy="{TOP + 14}" r="5" fill="#c44e52"/>']
-        lines += [_text(LEFT[0] + 28, TOP + 18, "published (whole run, with evaluations)", "start")]
+        lines += [
+            dot(LEFT[0] + 16, TOP + 14, "#c44e52"),
+            text(LEFT[0] + 28, TOP + 18, "published (whole run, with evaluations)", "start"),
+        ]
     return lines
 
 
@@ -79,24 +79,24 @@ def _parts(found: Sequence[Forecast], counts: list[int]) -> list[str]:
     def spot(count: float, share: float) -> tuple[float, float]:
         return _across(count, counts, RIGHT), BOTTOM - share * (BOTTOM - TOP)
 
-    lines = [_text(sum(RIGHT) / 2, 56, "where a step's time goes, and efficiency")]
+    lines = [text(sum(RIGHT) / 2, 56, "where a step's time goes, and efficiency")]
     below = [0.0] * len(found)
     for part, colour in COLOURS.items():
         above = [base + one.parts[part] / one.step_s for base, one in zip(below, found, strict=True)]
         edge = [spot(*place) for place in zip(counts, above, strict=True)]
         edge += [spot(*place) for place in reversed(list(zip(counts, below, strict=True)))]
-        lines.append(f'<polygon points="{_pairs(edge)}" fill="{colour}"><title>{part}</title></polygon>')
+        lines.append(area(edge, colour, part))
         below = above
     efficiency = [(one.compute_s - one.few_images_s) / one.step_s for one in found]
-    lines.append(_line([spot(*place) for place in zip(counts, efficiency, strict=True)], "white", 2.5))
+    lines.append(line([spot(*place) for place in zip(counts, efficiency, strict=True)], "white", 2.5))
     for tenth in range(0, 11, 2):
         y = spot(counts[0], tenth / 10)[1]
-        lines.append(_text(RIGHT[0] - 8, y + 4, f"{tenth * 10} %", "end"))
+        lines.append(text(RIGHT[0] - 8, y + 4, f"{tenth * 10} %", "end"))
     for index, (part, colour) in enumerate(COLOURS.items()):
         x = RIGHT[0] + 95 * index
         lines.append(f'<rect x="{x}" y="{HEIGHT - 30}" width="12" height="12" fill="{colour}"/>')
-        lines.append(_text(x + 18, HEIGHT - 19, part, "start"))
-    lines.append(_text(RIGHT[0] + 40, TOP + 24, "white: efficiency", "start", colour="white"))
+        lines.append(text(x + 18, HEIGHT - 19, part, "start"))
+    lines.append(text(RIGHT[0] + 40, TOP + 24, "white: efficiency", "start", colour="white"))
     return lines + _chip_axis(counts, RIGHT)
 
 
@@ -110,19 +110,5 @@ def _across(count: float, counts: list[int], sides: tuple[int, int]) -> float:
 
 def _chip_axis(counts: list[int], sides: tuple[int, int]) -> list[str]:
     marks = counts[:: max(1, len(counts) // 7)]
-    labels = [_text(_across(count, counts, sides), BOTTOM + 18, f"{count:,}") for count in marks]
-    return [_line([(sides[0], BOTTOM), (sides[1], BOTTOM)], INK), *labels, _text(sum(sides) / 2, BOTTOM + 38, "chips")]
-
-
-def _pairs(spots: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-
-
-def _line(spots: Iterable[tuple[float, float]], colour: str, width: float = 1.0, dashed: bool = False) -> str:
-    dash = ' stroke-dasharray="5 4"' if dashed else ""
-    return f'<polyline points="{_pairs(spots)}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
-
-
-def _text(x: float, y: float, words: str, anchor: str = "middle", size: int = 12, colour: str = INK) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
-    return f"<text {place}>{escape(words)}</text>"
+    labels = [text(_across(count, counts, sides), BOTTOM + 18, f"{count:,}") for count in marks]
+    return [line([(sides[0], BOTTOM), (sides[1], BOTTOM)], INK), *labels, text(sum(sides) / 2, BOTTOM + 38, "chips")]

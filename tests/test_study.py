@@ -1,0 +1,190 @@
+"""Studies: a file becomes cases, cases become trainings, trainings become means, deviations and a picture."""
+
+import json
+import statistics
+from xml.etree import ElementTree
+
+import jax
+import pytest
+from rich.console import Console
+
+from podscale import pod as pods
+from podscale.errors import UserError
+from podscale.options import Options
+from podscale.study import grid, running, spread
+
+TINY = """# Does it matter?
+recipe = "digits"
+seeds = [3, 4]
+
+[set]
+train.epochs = 1
+"model.width" = 8
+
+[grid]
+batch.size = [64, 128]
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a study's file."""
+
+    def write(text=TINY, name="tiny.toml"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def test_every_combination_is_a_case(written):
+    study = grid.load(written(TINY + 'optimizer.name = ["sgd", "adamw"]\n'))
+    assert study.doc == "Does it matter?"
+    assert [case.name for case in study.cases] == [
+        "batch.size 64, optimizer.name sgd",
+        "batch.size 64, optimizer.name adamw",
+        "batch.size 128, optimizer.name sgd",
+        "batch.size 128, optimizer.name adamw",
+    ]
+    recipe = study.cases[1].seeded(4)
+    assert (recipe.batch.size, recipe.optimizer.name, recipe.train.epochs) == (64, "adamw", 1)
+    assert (recipe.model.width, recipe.train.seed) == (8, 4)
+
+
+def test_named_cases_are_combined_with_the_grid(written):
+    cases = '[[case]]\nname = "fast"\nset.schedule.peak = 2.0\n[[case]]\nname = "slow"\nset.schedule.peak = 0.5\n'
+    study = grid.load(written(TINY + cases))
+    assert [(case.values["case"], case.recipe.batch.size, case.recipe.schedule.peak) for case in study.cases] == [
+        ("fast", 64, 2.0),
+        ("fast", 128, 2.0),
+        ("slow", 64, 0.5),
+        ("slow", 128, 0.5),
+    ]
+
+
+def test_the_command_line_has_the_last_word_but_for_what_the_grid_varies(written):
+    study = grid.load(written(), {"train.epochs": "2"}, [7])
+    assert study.seeds == (7,)
+    assert {case.recipe.train.epochs for case in study.cases} == {2}
+
+
+def test_a_recipe_beside_the_study_is_found(written):
+    written("[model]\nwidth = 16\n", "mine.toml")
+    assert grid.load(written('recipe = "mine.toml"\n')).cases[0].recipe.model.width == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("recipe = ", "not valid TOML"),
+        ("recipes = 3", "a study has no 'recipes'"),
+        ("recipe = 3", "a study's recipe is a name or a TOML file, not 3"),
+        ('recipe = "digit"', "there is no recipe 'digit'"),
+        ('measure = "speed"', "a study's measure cannot be 'speed'"),
+        ("seeds = 3", "different whole numbers from 0 on, not 3"),
+        ("seeds = []", "different whole numbers from 0 on"),
+        ("seeds = [1, 1]", "different whole numbers from 0 on"),
+        ("seeds = [true]", "different whole numbers from 0 on"),
+        ("set = 3", "set in a study is a table of recipe fields"),
+        ("[set]\nbatches.size = 3", "no section of a recipe: did you mean batch"),
+        ("[set]\nbatch = 3", "no section of a recipe"),
+        ("[set]\nbatch.sice = 3", "did you mean"),
+        ("[grid]\nbatch.size = 3", "batch.size in a study's grid is a list of values, not 3"),
+        ("[grid]\nbatch.size = []", "is a list of values"),
+        ("[grid]\nbatch.size = [100]", "batch.span"),
+        ("[grid]\ntrain.seed = [1]", "a study's seeds are in `seeds`"),
+        ('case = "x"', "begun by [[case]]"),
+        ("[[case]]\nset.batch.size = 64", "a case of a study has a `name`"),
+        ('[[case]]\nname = "a"\nsize = 3', "and nothing else"),
+        ('[[case]]\nname = "a"\n[[case]]\nname = "a"', "two cases with the name 'a'"),
+        (f"[grid]\nbatch.size = {[64] * 101}\ntrain.epochs = {[1] * 100}", "more than 10,000 cases"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_trained(written, text, words):
+    with pytest.raises(UserError) as error:
+        grid.load(written(text))
+    assert words in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="there is no study file"):
+        grid.load(tmp_path / "none.toml")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A study of two cases and two seeds, run to its end."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "tiny.toml").write_text(TINY)
+    study, pod = grid.load(folder / "tiny.toml"), pods.of(jax.devices()[:1], "1x1")
+    with (folder / "log").open("w") as log:
+        result = running.run(study, folder / "runs", pod, Options(), Console(file=log))
+    return study, pod, folder, result
+
+
+def test_means_and_deviations_are_those_of_the_runs(found):
+    study, _, folder, result = found
+    assert [case["count"] for case in result["cases"]] == [2, 2]
+    for case in result["cases"]:
+        ends = [
+            json.loads((folder / "runs" / run["run"] / "summary.json").read_text())["accuracy"] for run in case["runs"]
+        ]
+        assert case["mean"] == pytest.approx(statistics.fmean(ends))
+        assert case["deviation"] == pytest.approx(statistics.stdev(ends))
+        assert (case["least"], case["most"]) == (min(ends), max(ends))
+    assert json.loads((folder / "runs" / "study.json").read_text()) == result
+    assert [row[0] for row in spread.rows(result)] == [case.name for case in study.cases]
+    assert spread.failures(result) == ""
+
+
+def test_what_is_done_is_not_done_again(found):
+    study, pod, folder, result = found
+    before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("summary.json")}
+    assert len(before) == 4
+    with (folder / "second").open("w") as log:
+        assert running.run(study, folder / "runs", pod, Options(), Console(file=log)) == result
+    assert (folder / "second").read_text().count("done before") == 4
+    assert {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("summary.json")} == before
+
+
+def test_a_run_that_was_stopped_is_not_taken_for_done(found, tmp_path):
+    study, _, folder, _ = found
+    recipe = study.cases[0].seeded(3)
+    run = folder / "runs" / f"{recipe.name}-{recipe.digest()}"
+    assert running.finished(run)["steps"] == 23
+    plan = json.loads((run / "plan.json").read_text())
+    for name in ("recipe.toml", "summary.json"):
+        (tmp_path / name).write_text((run / name).read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"steps": 24}))
+    assert running.finished(tmp_path) is None
+    assert running.finished(tmp_path / "nothing") is None
+
+
+def test_the_picture_has_a_point_and_a_bar_for_every_case(found):
+    study, _, folder, _ = found
+    picture = ElementTree.parse(folder / "runs" / "study.svg").getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    notes = [note.text for note in picture.iter(f"{space}title")]
+    assert [note.partition(":")[0] for note in notes] == [case.name for case in study.cases]
+    words = [text.text for text in picture.iter(f"{space}text")]
+    assert {"tiny", "accuracy, %", "batch.size", "64", "128"} <= set(words)
+
+
+def test_a_training_without_a_result_leaves_the_others_theirs(written, tmp_path):
+    text = 'recipe = "digits"\n[set]\ntrain.epochs = 1\nmodel.width = 8\n'
+    cases = '[[case]]\nname = "none"\nset.data.source = "npz"\nset.data.path = "no.npz"\n[[case]]\nname = "digits"\n'
+    study = grid.load(written(text + cases))
+    with (tmp_path / "log").open("w") as log:
+        pod = pods.of(jax.devices()[:1], "1x1")
+        result = running.run(study, tmp_path / "runs", pod, Options(), Console(file=log))
+    assert [case["count"] for case in result["cases"]] == [0, 1]
+    assert "1 of the trainings have no result; the first: none, seed 0: data.path no.npz" in spread.failures(result)
+    assert spread.rows(result)[0][1:] == ["-", "-", "-", "-", "0"]
+
+
+def test_cases_without_numbers_stand_side_by_side(written):
+    cases = "".join(f'[[case]]\nname = "{name}"\n' for name in "ab")
+    study = grid.load(written('recipe = "digits"\n' + cases))
+    runs = {name: {"values": {"case": name}, "runs": [{"seed": 0, "accuracy": 0.5}]} for name in "ab"}
+    drawn = spread.draw(study, spread.summarize(study, runs))
+    assert all(f">{label}<" in drawn for label in ("1", "2", "1: a", "2: b", "case"))
