@@ -18,6 +18,8 @@ from jax import lax
 
 from podscale.errors import UserError
 
+SCOPE = "batch_norm"  # what a profile of the compiled step finds its work by
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -91,6 +93,7 @@ def normalize(
     return _forward(x, scale, bias, groups, epsilon)[0]
 
 
+@jax.named_scope(SCOPE)
 def _forward(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float) -> Any:
     grouped = _grouped(x, groups)
     wide = grouped.astype(scale.dtype)
@@ -103,6 +106,7 @@ def _forward(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, ep
     return (y, moments), (x, scale, mean, inverse)
 
 
+@jax.named_scope(SCOPE)
 def _backward(groups: Groups, epsilon: float, saved: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     x, scale, mean, inverse = saved
     grouped = _grouped(x, groups)
@@ -118,6 +122,7 @@ def _backward(groups: Groups, epsilon: float, saved: Any, cotangents: Any) -> tu
 normalize.defvjp(_forward, _backward)
 
 
+@jax.named_scope(SCOPE)
 def _affine(x: jax.Array, mean: jax.Array, inverse: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return ((x.astype(scale.dtype) - mean) * (inverse * scale) + bias).astype(x.dtype)
 
