@@ -184,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: spend no more")
     plan.add_argument("--plot", metavar="FILE.svg", default="", help="draw how the recipe scales on this kind of chip")
 
+    _takes_rehearsal(verbs)
     _takes_study(verbs)
     _verb(verbs, "recipes", do.list_recipes, "list the recipes that come with podscale", "recipes")
 
@@ -218,6 +219,14 @@ def _data_verbs(verbs: Any) -> None:
     prepare.add_argument("--raw", action="store_true", help="store pixels: the fastest, and the most bytes")
     prepare.add_argument("--shard-mib", type=int, default=256, metavar="N", help="MiB of a shard (default: 256)")
     _takes_source(prepare)
+
+
+def _takes_rehearsal(verbs: Any) -> None:
+    text = "walk through a whole training without computing it"
+    rehearse = _verb(verbs, "rehearse", do.rehearse, text, "rehearse resnet50-imagenet-32k --data.path IMAGENET")
+    _takes_recipe(rehearse, "digits")
+    text = "pictures of the first step to decode (default: 256)"
+    rehearse.add_argument("--images", type=int, default=256, metavar="N", help=text)
 
 
 def _takes_study(verbs: Any) -> None:

@@ -149,6 +149,20 @@ def list_recipes(arguments: argparse.Namespace) -> Any:
     return found
 
 
+def rehearse(arguments: argparse.Namespace) -> Any:
+    recipe = recipe_of(arguments)
+    from podscale import rehearsal
+    from podscale.report import words
+
+    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    with console.status("rehearsing") as status:
+        found = rehearsal.rehearse(recipe, pod, options, images=arguments.images, tell=status.update)
+    console.print(words.table("rehearsal", rehearsal.rows(found)))
+    if found["decoded"]["unreadable"]:
+        arguments.problem = found["decoded"]["unreadable"][0]
+    return found
+
+
 def study(arguments: argparse.Namespace) -> Any:
     from podscale.study import grid, spread
 
