@@ -1,14 +1,18 @@
 """Gradient summation: rings laid over the pod's torus.
 
 Called inside `jax.shard_map(..., check_vma=False)` over the pod's mesh. Every strategy but `xla` is an all-reduce along
-one or more *paths*. A path is a tuple of rings: the data is reduce-scattered along each in turn, whereupon every chip
+one or more *paths*. A path is a tuple of rings: the data is reduce-scattered along each in turn, whereupon every device
 owns one finished shard, and gathered back along the same rings in reverse:
 
     ring     one path, of one ring through all chips: 2(N-1) hops
+    ring2    two paths, half of the data each: the same ring, either way round
     torus    one path, row then column: 2(R-1) + 2(C-1) hops (Ying et al. 2018, arXiv 1811.06992)
     torus4   four paths, a quarter of the data each: row or column first, either way round, so that all four links
              of a chip carry data at once
     xla      one `psum`; the compiler chooses. On TPU it already is the two-dimensional algorithm
+
+The cores of a chip scatter the data among them first, on the chip. Each then takes its part along paths of its own, as
+far as there are several: one message of the program moves all cores' parts, each the way of its path.
 
 The owner of a finished shard rounds it to the payload before it travels, and keeps what it sent: all replicas end
 with the same bits.
@@ -23,7 +27,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from podscale.errors import UserError, nearest
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
@@ -35,37 +41,57 @@ PAYLOADS = ("float32", "bfloat16")
 
 # --- rings -------------------------------------------------------------------------------------------------------
 
+Way = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # chips [rows, columns] -> closed walks over them [walks, chips]
+
 
 @dataclass(frozen=True)
 class Ring:
-    """A closed walk over the devices along some mesh axes; `order[i]` is the index of the i-th device on it."""
+    """Closed walks that all devices of the pod are on, each on one: `walks[w][i]` is the i-th device of walk w."""
 
-    axes: tuple[str, ...]
-    order: tuple[int, ...]
+    walks: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def along(cls, axes: tuple[str, ...]) -> "Ring":
-        """The devices along `axes` as they come."""
-        return cls(axes, tuple(range(lax.axis_size(axes))))
+    def along(cls, ways: Sequence[Way]) -> "Ring":
+        """Each core of every chip goes its own way; there are as many ways as cores."""
+        rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
+        devices = np.arange(rows * cols * len(ways)).reshape(rows, cols, len(ways))
+        walks = np.concatenate([way(devices[:, :, core]) for core, way in enumerate(ways)])
+        return cls(tuple(map(tuple, walks.tolist())))
 
     @property
     def size(self) -> int:
-        return len(self.order)
-
-    @property
-    def reverse(self) -> "Ring":
-        """The same ring, the other way round."""
-        return Ring(self.axes, self.order[::-1])
+        """Devices on a walk."""
+        return len(self.walks[0])
 
     def place(self) -> jax.Array:
-        """Where on the ring this device is."""
-        places = sorted(range(self.size), key=self.order.__getitem__)
-        return jnp.asarray(places, jnp.int32)[lax.axis_index(self.axes)]
+        """Where on its walk this device is."""
+        walks = np.array(self.walks)
+        places = np.empty(walks.size, np.int32)
+        places[walks] = np.arange(self.size)
+        return jnp.asarray(places)[lax.axis_index(ALL_AXES)]
 
     def hop(self, x: jax.Array, wire: Any) -> jax.Array:
-        """What the device before this one on the ring holds as `x`; it travels as `wire`."""
-        links = zip(self.order, self.order[1:] + self.order[:1], strict=True)
-        return lax.ppermute(x.astype(wire), self.axes, list(links)).astype(x.dtype)
+        """What the device before this one on its walk holds as `x`; it travels as `wire`."""
+        links = [link for walk in self.walks for link in zip(walk, walk[1:] + walk[:1], strict=True)]
+        return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
+
+
+def along_rows(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+    return chips
+
+
+def along_columns(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+    return chips.T
+
+
+def through_all(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One walk, link by link."""
+    return np.array([[chips[place] for place in hamiltonian(*chips.shape)]])
+
+
+def backwards(way: Way) -> Way:
+    """The same walks, the other way round."""
+    return lambda chips: way(chips)[:, ::-1]
 
 
 def hamiltonian(rows: int, cols: int) -> list[tuple[int, int]]:
@@ -152,43 +178,66 @@ def _xla(x: jax.Array, wire: Any) -> jax.Array:
 
 
 def _ring(x: jax.Array, wire: Any) -> jax.Array:
-    rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
-    order = tuple(row * cols + col for row, col in hamiltonian(rows, cols))
-    return _along([(Ring(TORUS, order),)], x, wire)
+    return _along([(through_all,)], x, wire)
+
+
+def _ring2(x: jax.Array, wire: Any) -> jax.Array:
+    return _along([(through_all,), (backwards(through_all),)], x, wire)
 
 
 def _torus(x: jax.Array, wire: Any) -> jax.Array:
-    return _along([(Ring.along(ROW), Ring.along(COLUMN))], x, wire)
+    return _along([(along_rows, along_columns)], x, wire)
 
 
 def _torus4(x: jax.Array, wire: Any) -> jax.Array:
-    row, column = Ring.along(ROW), Ring.along(COLUMN)
-    paths = [(row, column), (row.reverse, column.reverse), (column, row), (column.reverse, row.reverse)]
-    return _along(paths, x, wire)
+    rows_first = (along_rows, along_columns), (backwards(along_rows), backwards(along_columns))
+    return _along([*rows_first, *(path[::-1] for path in rows_first)], x, wire)
 
 
 STRATEGIES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
     "xla": _xla,
     "ring": _ring,
+    "ring2": _ring2,
     "torus": _torus,
     "torus4": _torus4,
 }
 
 
-def _along(paths: Sequence[tuple[Ring, ...]], x: jax.Array, wire: Any) -> jax.Array:
-    """All-reduce, an even part of `x` along each path; the cores of a chip are summed first, on the chip."""
-    x = lax.psum(x, CORE)
-    chips = lax.axis_size(TORUS)
+def _along(paths: Sequence[tuple[Way, ...]], x: jax.Array, wire: Any) -> jax.Array:
+    """All-reduce, an even part of `x` along each path."""
+    cores, chips = lax.axis_size(CORE), lax.axis_size(TORUS)
     if chips == 1:
-        return x
-    parts = list(jnp.split(jnp.pad(x, (0, _padding(x.size, len(paths) * chips))), len(paths)))
-    stages = list(zip(*paths, strict=True))
+        return lax.psum(x, CORE)
+    lanes = laid(paths, cores)
+    whole = jnp.pad(x, (0, _padding(x.size, len(lanes) * chips * cores)))
+    part = lax.psum_scatter(whole, CORE, tiled=True) if cores > 1 else whole
+    parts = list(jnp.split(part, len(lanes)))
+    stages = list(zip(*lanes, strict=True))
     for rings in stages:
         parts = reduce_scatter(rings, parts, wire)
     parts = [_rounded(part, wire) for part in parts]
     for rings in reversed(stages):
         parts = all_gather(rings, parts, wire)
-    return jnp.concatenate(parts)[: x.size]
+    part = jnp.concatenate(parts)
+    whole = lax.all_gather(part.astype(wire), CORE, tiled=True).astype(x.dtype) if cores > 1 else part
+    return whole[: x.size]
+
+
+def laid(paths: Sequence[tuple[Way, ...]], cores: int) -> list[tuple[Ring, ...]]:
+    """The rings of each part of a core's data; all paths carry as much, and every core goes as many as it must.
+
+    Four cores take one of four paths each, two cores two, a single core all four. What moves in one message must have
+    one shape: if rows are not as long as columns, rows-first and columns-first parts move in messages of their own.
+    """
+    alike: dict[tuple[int, ...], list[tuple[Way, ...]]] = {}
+    for path in paths:
+        alike.setdefault(tuple(Ring.along([way] * cores).size for way in path), []).append(path)
+    lanes = []
+    for group in alike.values():
+        for first in range(0, math.lcm(len(group), cores), cores):
+            own = [group[(first + core) % len(group)] for core in range(cores)]
+            lanes.append(tuple(Ring.along(ways) for ways in zip(*own, strict=True)))
+    return lanes
 
 
 def _padding(size: int, shards: int) -> int:

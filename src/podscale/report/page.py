@@ -355,6 +355,14 @@ PHASES = {
          "The finished pieces go round again until every chip has them all; they are only copied, but the number of "
          "hops grows with the number of chips."),
     ),
+    "ring2": (
+        ("sum", "Once round to add, both ways",
+         "All {N:,} chips form one ring; half of the data goes round it one way and half the other, until each chip "
+         "owns 1/{N:,} of both sums; two links of every chip work all the time, but the way round is long."),
+        ("share", "Once round to share",
+         "The finished pieces go round again, both ways, until every chip has them all; they are only copied, but the "
+         "number of hops grows with the number of chips."),
+    ),
 }  # fmt: skip
 XLA = (
     "Every chip asks for the sum of all gradients and the compiler chooses the way; fast, as it knows the links: "
@@ -376,7 +384,8 @@ def _hops(plan: Line) -> str:
     """How far the gradients travel on this very pod, however little of it is drawn."""
     R, C = plan["pod"]["rows"], plan["pod"]["cols"]
     ring = 2 * (R * C - 1)
-    hops = {"torus": 2 * (R - 1) + 2 * (C - 1), "torus4": 4 * (max(R, C) - 1), "ring": ring}.get(plan["summation"])
+    by_name = {"torus": 2 * (R - 1) + 2 * (C - 1), "torus4": 4 * (max(R, C) - 1), "ring": ring, "ring2": ring}
+    hops = by_name.get(plan["summation"])
     if not hops:
         return ""
     words = f"On this {R} x {C} pod that takes {hops:,} hops from chip to chip"
