@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 PREFIX = "podscale-net"
 MTU = 4000
 # A host's process waits most of the time and shall not wait for others' work; it ends with the one that started it.
-AS_HOST = "nice -n -10 setpriv --pdeathsig KILL".split()
+AS_HOST = "nice -n -15 setpriv --pdeathsig KILL".split()
 SETTINGS = (
     "net.ipv4.ip_forward=1",
     "net.ipv4.conf.all.rp_filter=0",

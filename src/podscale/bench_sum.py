@@ -18,6 +18,7 @@ from podscale.errors import UserError, nearest
 from podscale.forecast import probe
 from podscale.models.functional import functional
 from podscale.options import Options
+from podscale.plan import BUCKET_MIB
 from podscale.pod import Pod
 from podscale.recipe import Recipe
 
@@ -65,7 +66,7 @@ def _point(
     """One strategy on one payload, with the sums compared with what they must be."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([leaf.size for leaf in leaves])
-    bucket_bytes = max(options.bucket_mib, 0) << 20
+    bucket_bytes = (BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib) << 20
 
     def body(x: jax.Array) -> jax.Array:
         parts = [part.reshape(leaf.shape) for part, leaf in zip(jnp.split(x, ends[:-1]), leaves, strict=True)]

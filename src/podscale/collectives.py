@@ -254,6 +254,37 @@ def _rounded(x: jax.Array, wire: Any) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
 
 
+# --- the halves of a sum -------------------------------------------------------------------------------------------
+
+
+def scattered(x: jax.Array, payload: str = "float32") -> jax.Array:
+    """Row i of the sum of x [devices, n] over the pod, on the i-th device by core, column and row; n may grow.
+
+    What is finished does not travel: it is not rounded to the payload.
+    """
+    x = jnp.pad(x, ((0, 0), (0, _padding(x.size, x.shape[0]) // x.shape[0])))
+    wire = jnp.bfloat16 if payload == "bfloat16" else x.dtype
+    part = lax.psum_scatter(x.ravel(), CORE, tiled=True) if lax.axis_size(CORE) > 1 else x.ravel()
+    for ring in _rows_then_columns():
+        (part,) = reduce_scatter([ring], [part], wire)
+    return part
+
+
+def gathered(part: jax.Array) -> jax.Array:
+    """[devices, n]: the parts of all devices, by core, column and row."""
+    devices, size = lax.axis_size(ALL_AXES), part.size
+    whole = jnp.pad(part, (0, _padding(size * devices, devices) // devices))
+    for ring in reversed(_rows_then_columns()):
+        (whole,) = all_gather([ring], [whole], whole.dtype)
+    if lax.axis_size(CORE) > 1:
+        whole = lax.all_gather(whole, CORE, tiled=True)
+    return whole.reshape(devices, -1)[:, :size]
+
+
+def _rows_then_columns() -> list[Ring]:
+    return [Ring.along([way] * lax.axis_size(CORE)) for way in (along_rows, along_columns)]
+
+
 # --- trees -------------------------------------------------------------------------------------------------------
 
 

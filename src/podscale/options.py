@@ -22,9 +22,11 @@ class PodOptions:
 class Options:
     """How the recipe is mapped onto the pod; zeros and "auto" leave it to the plan."""
 
-    summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4"] = _field("auto", "how gradients are summed")
+    summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "sharded"] = _field(
+        "auto", "how gradients are summed"
+    )
     payload: Literal["float32", "bfloat16"] = _field("float32", "what gradients travel as")
-    bucket_mib: int = _field(32, "gradients travel in buckets of this size; 0: all in one")
+    bucket_mib: int = _field(-1, "gradients travel in buckets of this size; 0: all in one; -1: with summation")
     micro_batches: int = _field(0, "slices a device works through per update; 0: as few as fit its memory")
     steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")
     eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")
