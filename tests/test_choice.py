@@ -27,6 +27,7 @@ def links(**lines):
 
 def chosen(monkeypatch, found, parameters=RESNET50, **options):
     monkeypatch.setattr(probe, "measured", lambda where: found)
+    monkeypatch.setattr(choice, "_one_machine", lambda: False)
     devices = tuple(range(16))
     here = Pod("cpu", 4, 4, hosts=16, devices=devices)
     return choice.settled(Options(**options), here, parameters)
@@ -76,7 +77,7 @@ def test_gpus_that_are_not_here_are_chosen_for_by_their_links():
 
 def test_alone_there_is_nothing_to_choose_nor_to_measure(monkeypatch):
     monkeypatch.setattr(probe, "measured", lambda where: pytest.fail("measured"))
-    for here in (Pod("cpu", 1, 1), pod.of(jax.devices(), "2x2")):
+    for here in (Pod("cpu", 1, 1), pod.of(jax.devices(), "2x2"), Pod("cpu", 2, 2, hosts=4, devices=(1, 2, 3, 4))):
         found = choice.settled(Options(), here, RESNET50)
         assert (found.options.summation, found.predicted, choice.told(found)) == ("xla", {}, [])
 

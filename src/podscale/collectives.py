@@ -213,14 +213,27 @@ def _along(paths: Sequence[tuple[Way, ...]], x: jax.Array, wire: Any) -> jax.Arr
     part = lax.psum_scatter(whole, CORE, tiled=True) if cores > 1 else whole
     parts = list(jnp.split(part, len(lanes)))
     stages = list(zip(*lanes, strict=True))
-    for rings in stages:
-        parts = reduce_scatter(rings, parts, wire)
+    turn = _together if cores > 1 and len(paths) > 1 else list
+    for number, rings in enumerate(stages):
+        parts = reduce_scatter(rings, turn(parts) if number else parts, wire)
     parts = [_rounded(part, wire) for part in parts]
     for rings in reversed(stages):
-        parts = all_gather(rings, parts, wire)
+        parts = all_gather(rings, turn(parts) if len(stages) > 1 else parts, wire)
     part = jnp.concatenate(parts)
     whole = lax.all_gather(part.astype(wire), CORE, tiled=True).astype(x.dtype) if cores > 1 else part
     return whole[: x.size]
+
+
+def _together(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """The parts as they are, once all cores of the chip have theirs.
+
+    Whoever turned from rows to columns before another did would find that one's data still on the links there. To wait
+    for a sum it must be used, so its zero is added; that it is zero only the sum's maker knows.
+    """
+    bits = [lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}") for part in parts]
+    ones = sum(lax.population_count(b[:1]).astype(jnp.int32) for b in bits)  # at most 64 a part
+    zero = lax.psum(ones // (64 * len(parts) + 1), CORE)
+    return [lax.bitcast_convert_type(b + zero.astype(b.dtype), part.dtype) for b, part in zip(bits, parts, strict=True)]
 
 
 def laid(paths: Sequence[tuple[Way, ...]], cores: int) -> list[tuple[Ring, ...]]:

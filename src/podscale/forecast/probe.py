@@ -27,6 +27,7 @@ from podscale.forecast.network import Axis
 from podscale.pod import ALL_AXES, CORE, Pod
 
 SMALL, LARGE = 64, 256 << 10  # bytes of the messages
+ON_CHIP = 4 << 20  # the same inside a chip, where latency hides the rate of smaller ones
 SMALL_HOPS, LARGE_HOPS = 8, 2  # in a row, so that it weighs less that processes do not begin at the same instant
 REPEATS = 5
 
@@ -100,7 +101,7 @@ def measured(pod: Pod) -> Probe:
         "ring": _line(mesh, hopping(ONE_WALK)),
         "ring2": _line(mesh, hopping(BOTH_WAYS)),
         "four": _line(mesh, hopping(FOUR_WAYS)),
-        "cores": _line(mesh, _in_a_row(_over_cores)) if pod.cores > 1 else Line(0.0, math.inf),
+        "cores": _line(mesh, _in_a_row(_over_cores), ON_CHIP) if pod.cores > 1 else Line(0.0, math.inf),
         "xla": _line(mesh, _in_a_row(lambda x: lax.psum(x, ALL_AXES))),
     }
     return Probe(pod.rows, pod.cols, **found)
@@ -136,11 +137,10 @@ def _over_cores(x: jax.Array) -> jax.Array:
     return lax.all_gather(lax.psum_scatter(whole, CORE, tiled=True), CORE, tiled=True)[: x.size]
 
 
-def _line(mesh: Mesh, body: Callable[[jax.Array, int], Any]) -> Line:
-    small, _ = timed(mesh, lambda x: body(x, SMALL_HOPS), SMALL)
-    large, _ = timed(mesh, lambda x: body(x, LARGE_HOPS), LARGE)
-    hop_s = small / SMALL_HOPS
-    return Line(hop_s, (LARGE - SMALL) / max(large / LARGE_HOPS - hop_s, 1e-9))
+def _line(mesh: Mesh, body: Callable[[jax.Array, int], Any], large: int = LARGE) -> Line:
+    hop_s = timed(mesh, lambda x: body(x, SMALL_HOPS), SMALL)[0] / SMALL_HOPS
+    large_s = timed(mesh, lambda x: body(x, LARGE_HOPS), large)[0] / LARGE_HOPS
+    return Line(hop_s, large / max(large_s - hop_s, 0.01 * large_s))
 
 
 def timed(
