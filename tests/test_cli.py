@@ -27,7 +27,7 @@ VERBS = [
     ("bench", "step"),
     ("data",),
 ]
-VERBS += [("study",), ("rehearse",), ("bench", "input"), ("data", "index"), ("data", "prepare")]
+VERBS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum"), ("data", "index"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 

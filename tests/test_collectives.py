@@ -15,7 +15,7 @@ from podscale.errors import UserError
 from podscale.pod import ALL_AXES
 
 SHAPES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 4, 1), (3, 3, 1), (3, 5, 1), (5, 3, 1), (4, 4, 1), (2, 3, 1)]
-CORES = [(1, 1, 2), (2, 3, 2), (4, 2, 2)]
+CORES = [(1, 1, 2), (2, 3, 2), (4, 2, 2), (2, 2, 4), (1, 4, 4), (1, 5, 3)]
 RINGS = [name for name in STRATEGIES if name != "xla"]
 
 
@@ -149,10 +149,44 @@ def test_four_paths_share_their_loops(monkeypatch):
     assert text.count("stablehlo.while") == 4  # two stages there, two back
 
 
-@pytest.mark.parametrize(("strategy", "hops"), [("xla", 0), ("ring", 30), ("torus", 12), ("torus4", 48)])
+@pytest.mark.parametrize(("strategy", "hops"), [("xla", 0), ("ring", 30), ("ring2", 60), ("torus", 12), ("torus4", 48)])
 def test_the_compiled_program_has_as_many_hops_as_the_algorithm(strategy, hops):
     program = summation((4, 4, 1), strategy=strategy).lower(draw((4, 4, 1), UNEVEN)).compile().as_text()
     assert len(re.findall(r" collective-permute(?:-start)?\(", program)) == hops
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy", "hops"),
+    [
+        ((2, 2, 4), "torus4", 4),  # one path a core: one message moves all four
+        ((2, 2, 4), "ring2", 6),
+        ((2, 2, 2), "torus4", 8),
+        ((2, 3, 2), "torus4", 12),  # rows first and columns first have messages of their own: (2 + 1) * 2 each
+        ((2, 2, 2), "torus", 4),
+    ],
+)
+def test_cores_go_their_own_ways_in_the_same_messages(shape, strategy, hops):
+    program = summation(shape, strategy=strategy).lower(draw(shape, UNEVEN)).compile().as_text()
+    assert len(re.findall(r" collective-permute(?:-start)?\(", program)) == hops
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+def test_cores_share_the_bytes_of_their_chip(strategy):
+    """Of 4096 bytes, a ring of four chips sends quarters; with two cores, each core sends quarters of its half."""
+    sent = {}
+    for cores in (1, 2):
+        text = summation((1, 4, cores), strategy=strategy).lower(draw((1, 4, cores), [(1024,)])).as_text()
+        sizes = [int(n) for n in re.findall(r'collective_permute"[^\n]*: \(tensor<(\d+)xf32>\)', text)]
+        sent[cores] = sum(sizes)
+    assert sent[1] == 2 * 3 * 1024 // 4
+    assert sent[2] == sent[1] // 2
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+def test_the_same_sum_has_the_same_bits_every_time(strategy):
+    tree = draw((2, 3, 2), UNEVEN)
+    once, again = (agreed(summation((2, 3, 2), strategy=strategy)(tree)) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, once, again)
 
 
 @pytest.mark.parametrize(("payload", "width"), [("float32", "f32"), ("bfloat16", "bf16")])

@@ -31,6 +31,8 @@ PODS = [  # shape, micro-batches, steps per call, summation
     ("2x2", 2, 4, "xla"),
     ("2x4", 1, 1, "torus4"),
     ("2x4", 2, 1, "torus"),
+    ("2x2", 2, 4, "sharded"),
+    ("2x4", 1, 1, "sharded"),
 ]
 
 

@@ -128,6 +128,7 @@ def _options() -> list[str]:
     )
     own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
     own += " --seeds --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
+    own += " --strategies --bytes --no-tree"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -196,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--images", type=int, default=0, metavar="N", help="images per device (default: batch.size)")
     step.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
     _takes_bench_input(kinds)
+    _takes_bench_sum(kinds)
     _data_verbs(verbs)
     return parser
 
@@ -256,6 +258,17 @@ def _takes_bench_input(kinds: Any) -> None:
     source.add_argument("--images", type=int, default=512, metavar="N", help="pictures to measure with (default: 512)")
     source.add_argument("--feed", type=float, default=0.0, metavar="N", help="images/s that shall be fed")
     source.add_argument("--threads", type=int, default=0, metavar="N", help="decoding threads (default: one a core)")
+
+
+def _takes_bench_sum(kinds: Any) -> None:
+    text = "time the summation of gradients, by strategy and payload, beside the model of time"
+    example = "bench sum --pod.virtual 2x2 --bytes 64,1000000"
+    total = _verb(kinds, "sum", do.bench_sum, text, example)
+    _takes_recipe(total, "resnet50-imagenet-4k")
+    total.add_argument("--strategies", default="", metavar="A,B", help="which (default: all)")
+    total.add_argument("--bytes", default="", metavar="N,N", help="payloads a device (default: 64 to 100000000)")
+    total.add_argument("--no-tree", dest="tree", action="store_false", help="leave out the recipe's own gradients")
+    total.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
 
 
 def _verb(verbs: Any, name: str, function: Callable[[Any], Any], text: str, example: str) -> argparse.ArgumentParser:

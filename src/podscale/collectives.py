@@ -1,14 +1,18 @@
 """Gradient summation: rings laid over the pod's torus.
 
 Called inside `jax.shard_map(..., check_vma=False)` over the pod's mesh. Every strategy but `xla` is an all-reduce along
-one or more *paths*. A path is a tuple of rings: the data is reduce-scattered along each in turn, whereupon every chip
+one or more *paths*. A path is a tuple of rings: the data is reduce-scattered along each in turn, whereupon every device
 owns one finished shard, and gathered back along the same rings in reverse:
 
     ring     one path, of one ring through all chips: 2(N-1) hops
+    ring2    two paths, half of the data each: the same ring, either way round
     torus    one path, row then column: 2(R-1) + 2(C-1) hops (Ying et al. 2018, arXiv 1811.06992)
     torus4   four paths, a quarter of the data each: row or column first, either way round, so that all four links
              of a chip carry data at once
     xla      one `psum`; the compiler chooses. On TPU it already is the two-dimensional algorithm
+
+The cores of a chip scatter the data among them first, on the chip. Each then takes its part along paths of its own, as
+far as there are several: one message of the program moves all cores' parts, each the way of its path.
 
 The owner of a finished shard rounds it to the payload before it travels, and keeps what it sent: all replicas end
 with the same bits.
@@ -23,7 +27,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from podscale.errors import UserError, nearest
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
@@ -35,37 +41,57 @@ PAYLOADS = ("float32", "bfloat16")
 
 # --- rings -------------------------------------------------------------------------------------------------------
 
+Way = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # chips [rows, columns] -> closed walks over them [walks, chips]
+
 
 @dataclass(frozen=True)
 class Ring:
-    """A closed walk over the devices along some mesh axes; `order[i]` is the index of the i-th device on it."""
+    """Closed walks that all devices of the pod are on, each on one: `walks[w][i]` is the i-th device of walk w."""
 
-    axes: tuple[str, ...]
-    order: tuple[int, ...]
+    walks: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def along(cls, axes: tuple[str, ...]) -> "Ring":
-        """The devices along `axes` as they come."""
-        return cls(axes, tuple(range(lax.axis_size(axes))))
+    def along(cls, ways: Sequence[Way]) -> "Ring":
+        """Each core of every chip goes its own way; there are as many ways as cores."""
+        rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
+        devices = np.arange(rows * cols * len(ways)).reshape(rows, cols, len(ways))
+        walks = np.concatenate([way(devices[:, :, core]) for core, way in enumerate(ways)])
+        return cls(tuple(map(tuple, walks.tolist())))
 
     @property
     def size(self) -> int:
-        return len(self.order)
-
-    @property
-    def reverse(self) -> "Ring":
-        """The same ring, the other way round."""
-        return Ring(self.axes, self.order[::-1])
+        """Devices on a walk."""
+        return len(self.walks[0])
 
     def place(self) -> jax.Array:
-        """Where on the ring this device is."""
-        places = sorted(range(self.size), key=self.order.__getitem__)
-        return jnp.asarray(places, jnp.int32)[lax.axis_index(self.axes)]
+        """Where on its walk this device is."""
+        walks = np.array(self.walks)
+        places = np.empty(walks.size, np.int32)
+        places[walks] = np.arange(self.size)
+        return jnp.asarray(places)[lax.axis_index(ALL_AXES)]
 
     def hop(self, x: jax.Array, wire: Any) -> jax.Array:
-        """What the device before this one on the ring holds as `x`; it travels as `wire`."""
-        links = zip(self.order, self.order[1:] + self.order[:1], strict=True)
-        return lax.ppermute(x.astype(wire), self.axes, list(links)).astype(x.dtype)
+        """What the device before this one on its walk holds as `x`; it travels as `wire`."""
+        links = [link for walk in self.walks for link in zip(walk, walk[1:] + walk[:1], strict=True)]
+        return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
+
+
+def along_rows(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+    return chips
+
+
+def along_columns(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+    return chips.T
+
+
+def through_all(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+    """One walk, link by link."""
+    return np.array([[chips[place] for place in hamiltonian(*chips.shape)]])
+
+
+def backwards(way: Way) -> Way:
+    """The same walks, the other way round."""
+    return lambda chips: way(chips)[:, ::-1]
 
 
 def hamiltonian(rows: int, cols: int) -> list[tuple[int, int]]:
@@ -152,43 +178,79 @@ def _xla(x: jax.Array, wire: Any) -> jax.Array:
 
 
 def _ring(x: jax.Array, wire: Any) -> jax.Array:
-    rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
-    order = tuple(row * cols + col for row, col in hamiltonian(rows, cols))
-    return _along([(Ring(TORUS, order),)], x, wire)
+    return _along([(through_all,)], x, wire)
+
+
+def _ring2(x: jax.Array, wire: Any) -> jax.Array:
+    return _along([(through_all,), (backwards(through_all),)], x, wire)
 
 
 def _torus(x: jax.Array, wire: Any) -> jax.Array:
-    return _along([(Ring.along(ROW), Ring.along(COLUMN))], x, wire)
+    return _along([(along_rows, along_columns)], x, wire)
 
 
 def _torus4(x: jax.Array, wire: Any) -> jax.Array:
-    row, column = Ring.along(ROW), Ring.along(COLUMN)
-    paths = [(row, column), (row.reverse, column.reverse), (column, row), (column.reverse, row.reverse)]
-    return _along(paths, x, wire)
+    rows_first = (along_rows, along_columns), (backwards(along_rows), backwards(along_columns))
+    return _along([*rows_first, *(path[::-1] for path in rows_first)], x, wire)
 
 
 STRATEGIES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
     "xla": _xla,
     "ring": _ring,
+    "ring2": _ring2,
     "torus": _torus,
     "torus4": _torus4,
 }
 
 
-def _along(paths: Sequence[tuple[Ring, ...]], x: jax.Array, wire: Any) -> jax.Array:
-    """All-reduce, an even part of `x` along each path; the cores of a chip are summed first, on the chip."""
-    x = lax.psum(x, CORE)
-    chips = lax.axis_size(TORUS)
+def _along(paths: Sequence[tuple[Way, ...]], x: jax.Array, wire: Any) -> jax.Array:
+    """All-reduce, an even part of `x` along each path."""
+    cores, chips = lax.axis_size(CORE), lax.axis_size(TORUS)
     if chips == 1:
-        return x
-    parts = list(jnp.split(jnp.pad(x, (0, _padding(x.size, len(paths) * chips))), len(paths)))
-    stages = list(zip(*paths, strict=True))
-    for rings in stages:
-        parts = reduce_scatter(rings, parts, wire)
+        return lax.psum(x, CORE)
+    lanes = laid(paths, cores)
+    whole = jnp.pad(x, (0, _padding(x.size, len(lanes) * chips * cores)))
+    part = lax.psum_scatter(whole, CORE, tiled=True) if cores > 1 else whole
+    parts = list(jnp.split(part, len(lanes)))
+    stages = list(zip(*lanes, strict=True))
+    turn = _together if cores > 1 and len(paths) > 1 else list
+    for number, rings in enumerate(stages):
+        parts = reduce_scatter(rings, turn(parts) if number else parts, wire)
     parts = [_rounded(part, wire) for part in parts]
     for rings in reversed(stages):
-        parts = all_gather(rings, parts, wire)
-    return jnp.concatenate(parts)[: x.size]
+        parts = all_gather(rings, turn(parts) if len(stages) > 1 else parts, wire)
+    part = jnp.concatenate(parts)
+    whole = lax.all_gather(part.astype(wire), CORE, tiled=True).astype(x.dtype) if cores > 1 else part
+    return whole[: x.size]
+
+
+def _together(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """The parts as they are, once all cores of the chip have theirs.
+
+    Whoever turned from rows to columns before another did would find that one's data still on the links there. To wait
+    for a sum it must be used, so its zero is added; that it is zero only the sum's maker knows.
+    """
+    bits = [lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}") for part in parts]
+    ones = sum(lax.population_count(b[:1]).astype(jnp.int32) for b in bits)  # at most 64 a part
+    zero = lax.psum(ones // (64 * len(parts) + 1), CORE)
+    return [lax.bitcast_convert_type(b + zero.astype(b.dtype), part.dtype) for b, part in zip(bits, parts, strict=True)]
+
+
+def laid(paths: Sequence[tuple[Way, ...]], cores: int) -> list[tuple[Ring, ...]]:
+    """The rings of each part of a core's data; all paths carry as much, and every core goes as many as it must.
+
+    Four cores take one of four paths each, two cores two, a single core all four. What moves in one message must have
+    one shape: if rows are not as long as columns, rows-first and columns-first parts move in messages of their own.
+    """
+    alike: dict[tuple[int, ...], list[tuple[Way, ...]]] = {}
+    for path in paths:
+        alike.setdefault(tuple(Ring.along([way] * cores).size for way in path), []).append(path)
+    lanes = []
+    for group in alike.values():
+        for first in range(0, math.lcm(len(group), cores), cores):
+            own = [group[(first + core) % len(group)] for core in range(cores)]
+            lanes.append(tuple(Ring.along(ways) for ways in zip(*own, strict=True)))
+    return lanes
 
 
 def _padding(size: int, shards: int) -> int:
@@ -203,6 +265,37 @@ def _rounded(x: jax.Array, wire: Any) -> jax.Array:
         return x
     kept = jnp.finfo(wire)
     return lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+
+
+# --- the halves of a sum -------------------------------------------------------------------------------------------
+
+
+def scattered(x: jax.Array, payload: str = "float32") -> jax.Array:
+    """Row i of the sum of x [devices, n] over the pod, on the i-th device by core, column and row; n may grow.
+
+    What is finished does not travel: it is not rounded to the payload.
+    """
+    x = jnp.pad(x, ((0, 0), (0, _padding(x.size, x.shape[0]) // x.shape[0])))
+    wire = jnp.bfloat16 if payload == "bfloat16" else x.dtype
+    part = lax.psum_scatter(x.ravel(), CORE, tiled=True) if lax.axis_size(CORE) > 1 else x.ravel()
+    for ring in _rows_then_columns():
+        (part,) = reduce_scatter([ring], [part], wire)
+    return part
+
+
+def gathered(part: jax.Array) -> jax.Array:
+    """[devices, n]: the parts of all devices, by core, column and row."""
+    devices, size = lax.axis_size(ALL_AXES), part.size
+    whole = jnp.pad(part, (0, _padding(size * devices, devices) // devices))
+    for ring in reversed(_rows_then_columns()):
+        (whole,) = all_gather([ring], [whole], whole.dtype)
+    if lax.axis_size(CORE) > 1:
+        whole = lax.all_gather(whole, CORE, tiled=True)
+    return whole.reshape(devices, -1)[:, :size]
+
+
+def _rows_then_columns() -> list[Ring]:
+    return [Ring.along([way] * lax.axis_size(CORE)) for way in (along_rows, along_columns)]
 
 
 # --- trees -------------------------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ class Replicas:
         if not due or self._mesh.size == 1:
             return
         self._checked = step
-        found = np.asarray(self._digests(state).addressable_data(0))  # [devices, arrays]
+        copies = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.is_fully_replicated]  # not parts of one
+        found = np.asarray(self._digests(copies).addressable_data(0))  # [devices, arrays]
         rows = [tuple(row) for row in found.tolist()]
         common, count = Counter(rows).most_common(1)[0]
         odd = [device for device, row in zip(self._mesh.devices.flat, rows, strict=True) if row != common]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from podscale import weights
 from podscale.checkpoint import Checkpoints
 from podscale.data.pictures import Pictures, listed
 from podscale.errors import UserError
-from podscale.job import Evaluator, prepare
+from podscale.job import Evaluator, prepare, restored
 from podscale.options import Options
 from podscale.pod import Pod, find
 from podscale.run import Run
@@ -42,7 +43,7 @@ def evaluate(
         raise UserError(f"{run.recipe.data.path} has other classes than {run.folder} was trained on")
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         step = weights.chosen_step(run, checkpoints, which)
-        state = checkpoints.restore(step, job.state)
+        state = restored(job, partial(checkpoints.restore, step))
     evaluator = Evaluator(job)
     found = evaluator(state)
     return {**found, "unreadable": evaluator.unreadable, "checkpoint": step, "run": str(run.folder)}

@@ -1,6 +1,6 @@
 """Job: a recipe on a pod, ready to train or to evaluate. All that comes before the first compilation, and the last."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from podscale import models, optim, weights
+from podscale import models, optim, sharded, weights
 from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
@@ -22,6 +22,8 @@ from podscale.data import cache, decode, loader
 from podscale.data.files import Progress
 from podscale.data.index import NO_PICTURES, Index, Splits, open_index
 from podscale.data.order import Order
+from podscale.forecast import choice
+from podscale.forecast.choice import Choice
 from podscale.memory import footprint
 from podscale.models.functional import Functional, functional
 from podscale.options import Options
@@ -44,6 +46,7 @@ class Job(NamedTuple):
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     state: State
+    choice: Choice  # of the summation, where it was left open
 
 
 def prepare(
@@ -72,11 +75,13 @@ def assemble(
     model = model or models.build(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
     net, params, stats = functional(model, recipe.model.freeze)
     schedule = optim.schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
-    optimizer = net.learner(optim.optimizer(recipe, schedule))
-    plan = plans.make(recipe, pod, counts, options, footprint(recipe, net, params, stats, optimizer))
-    mesh = pod.mesh(plan.tile)
-    state = _on_all(mesh, steps.initial_state(recipe, params, stats, optimizer))
-    return Job(recipe, plan, mesh, data, net, optimizer, schedule, state)
+    needs = footprint(recipe, net, params, stats, net.learner(optim.optimizer(recipe, schedule)))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
+    chosen = choice.settled(options, pod, parameters)
+    plan = plans.make(recipe, pod, counts, chosen.options, needs)
+    mesh, optimizer = pod.mesh(plan.tile), steps.learner(net, plan, schedule)
+    state = steps.initial_state(recipe, params, stats, optimizer)
+    return _placed(Job(recipe, plan, mesh, data, net, optimizer, schedule, state, chosen))
 
 
 def begun(job: Job) -> tuple[Job, Beginning]:
@@ -84,11 +89,37 @@ def begun(job: Job) -> tuple[Job, Beginning]:
     params, stats = jax.device_get((job.state.params, job.state.stats))
     found = weights.begin(job.recipe.model.init, job.net, params, stats)
     state = steps.initial_state(job.recipe, found.params, found.stats, job.optimizer)
-    return job._replace(state=_on_all(job.mesh, state)), found
+    return _placed(job._replace(state=state)), found
 
 
-def _on_all(mesh: Mesh, state: State) -> State:
-    return jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, PartitionSpec()))
+def _placed(job: Job) -> Job:
+    """The job with its state on the devices: the same on all of them, or the optimizer's in parts."""
+    state = jax.tree.map(np.asarray, job.state)
+    everywhere = NamedSharding(job.mesh, PartitionSpec())
+    if job.plan.summation != sharded.NAME:
+        return job._replace(state=jax.device_put(state, everywhere))
+    rest = jax.device_put(state._replace(optimizer=()), everywhere)
+    return job._replace(state=rest._replace(optimizer=_cutter(job).parts(state.optimizer)))
+
+
+def _cutter(job: Job) -> sharded.Cutter:
+    return sharded.Cutter(job.mesh, job.optimizer, job.net.shapes())
+
+
+def saveable(job: Job, state: State) -> State:
+    """The state as checkpoints hold it, whatever the summation."""
+    if job.plan.summation != sharded.NAME:
+        return state
+    return state._replace(optimizer=_cutter(job).whole(state.optimizer))
+
+
+def restored(job: Job, restore: Callable[[Any], Any]) -> State:
+    """The state that `restore` reads, given arrays like what it shall give."""
+    if job.plan.summation != sharded.NAME:
+        return restore(job.state)
+    cutter = _cutter(job)
+    state = restore(job.state._replace(optimizer=cutter.like_whole(job.state.optimizer)))
+    return state._replace(optimizer=cutter.from_whole(state.optimizer))
 
 
 def cached(job: Job, options: Options) -> Job:

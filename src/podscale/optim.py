@@ -67,14 +67,48 @@ def schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedu
     return rate
 
 
+Norms = Callable[[Any], Any]  # a tree of arrays -> the tree of their norms
+
+
+def norms(tree: Any) -> Any:
+    """The norm of every array, in float32 or wider."""
+    return jax.tree.map(_norm, tree)
+
+
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 
-def optimizer(recipe: Recipe, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """The recipe's update rule. Its state is a tree of arrays; momentum has the shape and dtype of its parameter."""
+def optimizer(
+    recipe: Recipe, learning_rate: optax.ScalarOrSchedule, norms: Norms = norms
+) -> optax.GradientTransformation:
+    """The recipe's update rule. Its state is a tree of arrays; momentum has the shape and dtype of its parameter.
+
+    `norms` replaces the one thing that an update rule here does with an array as a whole.
+    """
     wanted = recipe.optimizer
-    rule = {"lars": _lars, "sgd": _sgd, "adamw": _adamw}[wanted.name](wanted, learning_rate)
-    return optax.chain(optax.clip_by_global_norm(wanted.clip_norm), rule) if wanted.clip_norm else rule
+    match wanted.name:
+        case "lars":
+            rule = _lars(wanted, learning_rate, norms)
+        case "sgd":
+            rule = _sgd(wanted, learning_rate)
+        case "adamw":
+            rule = _adamw(wanted, learning_rate)
+    return optax.chain(_clipped(wanted.clip_norm, norms), rule) if wanted.clip_norm else rule
+
+
+def global_norm(tree: Any, norms: Norms = norms) -> jax.Array:
+    """The norm of all arrays of a tree together."""
+    return jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms(tree))))
+
+
+def _clipped(most: float, norms: Norms) -> optax.GradientTransformation:
+    """Gradients scaled down where their norm, all together, is more than `most` (Pascanu et al. 2012, 1211.5063)."""
+
+    def update(gradients: Any, params: Any) -> Any:
+        scale = most / jnp.maximum(global_norm(gradients, norms), most)
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+
+    return optax.stateless(update)
 
 
 def adapted(params: Any, skip: tuple[str, ...]) -> Any:
@@ -115,60 +149,71 @@ def _adamw(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.Gr
     )
 
 
-def _lars(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+def _lars(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:
     match wanted.form:
         case "mlperf":
             return optax.chain(
-                _trusted_gradient(wanted),
+                _trusted_gradient(wanted, norms),
                 optax.scale_by_learning_rate(learning_rate),
                 optax.trace(wanted.momentum),
             )
         case "scaled":
-            return optax.chain(_trusted_momentum(wanted), optax.scale_by_learning_rate(learning_rate))
+            return optax.chain(_trusted_momentum(wanted, norms), optax.scale_by_learning_rate(learning_rate))
         case "optax":
-            return optax.lars(
-                learning_rate,
-                weight_decay=wanted.weight_decay,
-                weight_decay_mask=_mask(wanted),
-                trust_coefficient=wanted.trust,
-                eps=wanted.epsilon,
-                trust_ratio_mask=_mask(wanted),
-                momentum=wanted.momentum,
+            # optax.lars, part by part, with norms that may be of more than what is here.
+            return optax.chain(
+                optax.add_decayed_weights(wanted.weight_decay, _mask(wanted)),
+                optax.masked(_trusted_update(wanted, norms), _mask(wanted)),
+                optax.scale_by_learning_rate(learning_rate),
+                optax.trace(wanted.momentum),
             )
 
 
-def _trusted_gradient(wanted: Optimizer) -> optax.GradientTransformation:
+def _trusted_gradient(wanted: Optimizer, norms: Norms) -> optax.GradientTransformation:
     """g becomes trust·(g + βw)."""
 
     def update(gradients: Any, params: Any) -> Any:
-        def one(adapt: bool, g: jax.Array, w: jax.Array) -> jax.Array:
-            return (g + wanted.weight_decay * w) * _trust(wanted, g, w) if adapt else g
+        def one(adapt: bool, g: jax.Array, w: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+            return (g + wanted.weight_decay * w) * _trust(wanted, g_norm, w_norm).astype(g.dtype) if adapt else g
 
-        return jax.tree.map(one, adapted(params, wanted.skip), gradients, params)
+        return jax.tree.map(one, adapted(params, wanted.skip), gradients, params, *norms((gradients, params)))
 
     return optax.stateless(update)
 
 
-def _trusted_momentum(wanted: Optimizer) -> optax.GradientTransformation:
+def _trusted_update(wanted: Optimizer, norms: Norms) -> optax.GradientTransformation:
+    """u becomes trust·u, with η‖w‖/(‖u‖ + ε) for trust."""
+
+    def update(updates: Any, params: Any) -> Any:
+        def one(u: jax.Array, u_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+            nothing = (u_norm == 0) | (w_norm == 0)
+            trust = wanted.trust * w_norm / jnp.where(nothing, 1, u_norm + wanted.epsilon)
+            return u * jnp.where(nothing, 1, trust).astype(u.dtype)
+
+        return jax.tree.map(one, updates, *norms((updates, params)))
+
+    return optax.stateless(update)
+
+
+def _trusted_momentum(wanted: Optimizer, norms: Norms) -> optax.GradientTransformation:
     """g becomes trust·m, with m ← μm + g; the trust ratio is that of g."""
     momentum = optax.trace(wanted.momentum)
 
     def update(gradients: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
-        def one(adapt: bool, m: jax.Array, g: jax.Array, w: jax.Array) -> jax.Array:
-            return m * _trust(wanted, g, w) if adapt else m
+        def one(adapt: bool, m: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+            return m * _trust(wanted, g_norm, w_norm).astype(m.dtype) if adapt else m
 
         moved, state = momentum.update(gradients, state, params)
-        return jax.tree.map(one, adapted(params, wanted.skip), moved, gradients, params), state
+        return jax.tree.map(one, adapted(params, wanted.skip), moved, *norms((gradients, params))), state
 
     return optax.GradientTransformation(momentum.init, update)
 
 
-def _trust(wanted: Optimizer, g: jax.Array, w: jax.Array) -> jax.Array:
-    """The trust ratio, in the dtype of `g`; 1 where a norm is 0, or such a parameter would never move."""
-    g_norm, w_norm = _norm(g), _norm(w)
+def _trust(wanted: Optimizer, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+    """The trust ratio; 1 where a norm is 0, or such a parameter would never move."""
     nothing = (g_norm == 0) | (w_norm == 0)
     denominator = jnp.where(nothing, 1, g_norm + wanted.weight_decay * w_norm + wanted.epsilon)
-    return jnp.where(nothing, 1, wanted.trust * w_norm / denominator).astype(g.dtype)
+    return jnp.where(nothing, 1, wanted.trust * w_norm / denominator)
 
 
 def _norm(x: jax.Array) -> jax.Array:

@@ -15,15 +15,18 @@ class PodOptions:
 
     shape: str = _field("", "rows x columns of the devices that are there, such as 2x4")
     virtual: str = _field("", "so many CPU devices instead, such as 2x2: a real, if slow, torus")
+    cores: int = _field(0, "devices that make up a chip; on CPUs so many in each process; 0: as the hardware says")
 
 
 @dataclass(frozen=True)
 class Options:
     """How the recipe is mapped onto the pod; zeros and "auto" leave it to the plan."""
 
-    summation: Literal["auto", "xla", "ring", "torus", "torus4"] = _field("auto", "how gradients are summed")
+    summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "sharded"] = _field(
+        "auto", "how gradients are summed"
+    )
     payload: Literal["float32", "bfloat16"] = _field("float32", "what gradients travel as")
-    bucket_mib: int = _field(32, "gradients travel in buckets of this size; 0: all in one")
+    bucket_mib: int = _field(-1, "gradients travel in buckets of this size; 0: all in one; -1: with summation")
     micro_batches: int = _field(0, "slices a device works through per update; 0: as few as fit its memory")
     steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")
     eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")

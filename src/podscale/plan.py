@@ -5,7 +5,7 @@ follow from here. A plan is printed before every run, and needs no device to be 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from podscale.options import Options
 from podscale.pod import TILE, Pod
 from podscale.recipe import Recipe
 
+BUCKET_MIB = 32  # unless something else is chosen
 BATCHES_IN_FLIGHT = 3  # one in use and two ahead of it
 SPARE = 0.85  # share of a device's memory that a plan may fill; the rest is for the compiler's temporaries
 
@@ -232,6 +233,9 @@ def make(
     if B % N:
         sizes = (B // N * N, (B // N + 1) * N)
         raise UserError(f"batch.size {B} does not divide over {N} devices; {nearest_numbers(B, filter(None, sizes))}")
+    summation = _summation(options)
+    if summation == "sharded":
+        memory = replace(memory, optimizer=-(-memory.optimizer // N))
     micro_batches, tile = _slicing(recipe, pod, options, memory)
     _check_mixing(recipe, B // N // micro_batches)
     return Plan(
@@ -242,9 +246,9 @@ def make(
         micro_batches=micro_batches,
         steps_per_call=_steps_per_call(recipe, pod, options),
         eval_images=options.eval_images or _eval_images(B // N // micro_batches, counts.val, N),
-        summation=_summation(pod, options),
+        summation=summation,
         payload=options.payload,
-        bucket_bytes=options.bucket_mib << 20,
+        bucket_bytes=(BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib) << 20,
         save_steps=options.save_steps,
         keep=options.keep,
         timeout_s=options.timeout_s,
@@ -256,8 +260,9 @@ def make(
 
 def _check_options(options: Options) -> None:
     for field, value in vars(options).items():
-        if isinstance(value, int | float) and value < 0:
-            raise UserError(f"plan.{field} must be 0 or more, not {value}")
+        least = -1 if field == "bucket_mib" else 0
+        if isinstance(value, int | float) and value < least:
+            raise UserError(f"plan.{field} must be {least} or more, not {value}")
 
 
 def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory) -> tuple[int, tuple[int, int]]:
@@ -295,8 +300,8 @@ def tile_for(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
     return min(tiles, key=lambda t: (abs(t[0] - t[1]), t[0]), default=None)
 
 
-def _summation(pod: Pod, options: Options) -> str:
-    """XLA's own all-reduce unless told otherwise: on TPU it already is the two-phase torus, on GPU NCCL's."""
+def _summation(options: Options) -> str:
+    """XLA's own all-reduce unless something else is chosen (`forecast/choice.py`)."""
     return "xla" if options.summation == "auto" else options.summation
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,36 +127,42 @@ def named(text: str) -> Pod:
     return Pod(kind, rows, cols * depth, cores, hosts, memory_bytes=memory_bytes, depth=depth)
 
 
-def find(shape: str = "", virtual: str = "") -> Pod:
+def find(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
     """The devices of this machine, or of all processes that have joined, as a torus.
 
     `shape` lays them out as RxC; `virtual` makes R·C CPU devices, so that a laptop holds a real, if slow, torus.
+    `cores` devices make up a chip, if that is not for the hardware to say; on CPUs each process makes that many.
     """
+    if cores < 0:
+        raise UserError(f"pod.cores must be 0 or more, not {cores}")
     if virtual:
         rows, cols = parse_shape(virtual)
         if jax.distributed.is_initialized():
             raise UserError("pod.virtual is for one process; with several, pod.shape lays out what they have")
-        return _laid_out(_virtual_devices(rows * cols), rows, cols)
+        cores = cores or 1
+        return _laid_out(_virtual_devices(rows * cols * cores), rows, cols, cores)
+    if cores:
+        _make_cores(cores)
     devices = list(jax.devices())
-    if shape:
-        rows, cols = parse_shape(shape)
-        cores = _cores(devices)
-        if rows * cols * cores != len(devices):
-            raise UserError(
-                f"pod.shape {shape} needs {rows * cols} chips, but there are {len(devices) // cores}; "
-                f"try {' or '.join(_shapes(len(devices) // cores))}"
-            )
-        return _laid_out(devices, rows, cols)
-    return _laid_out(devices, *_natural_shape(devices))
+    cores = cores or _cores(devices)
+    chips, rest = divmod(len(devices), cores)
+    if rest:
+        raise UserError(f"pod.cores {cores} does not divide {len(devices)} devices")
+    rows, cols = parse_shape(shape) if shape else _natural_shape(devices, cores)
+    if rows * cols != chips:
+        tries = " or ".join(_shapes(chips))
+        raise UserError(f"pod.shape {shape} needs {rows * cols} chips, but there are {chips}; try {tries}")
+    return _laid_out(devices, rows, cols, cores)
 
 
-def of(devices: list[Any], shape: str) -> Pod:
+def of(devices: list[Any], shape: str, cores: int = 0) -> Pod:
     """Given devices as an RxC torus; for tests and notebooks that use a part of what is there."""
     rows, cols = parse_shape(shape)
-    wanted = rows * cols * _cores(devices)
+    cores = cores or _cores(devices)
+    wanted = rows * cols * cores
     if len(devices) < wanted:
         raise UserError(f"a {shape} torus needs {wanted} devices, but there are {len(devices)}")
-    return _laid_out(devices[:wanted], rows, cols)
+    return _laid_out(devices[:wanted], rows, cols, cores)
 
 
 # --- many processes ----------------------------------------------------------------------------------------------
@@ -249,11 +256,17 @@ def _virtual_devices(count: int) -> list[Any]:
     return devices[:count]
 
 
-def _laid_out(devices: list[Any], rows: int, cols: int) -> Pod:
+def _make_cores(count: int) -> None:
+    """A process has as many CPU devices as it asks for before JAX runs; of other kinds it has what there is."""
+    with suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _laid_out(devices: list[Any], rows: int, cols: int, cores: int) -> Pod:
     ordered = sorted(devices, key=place)
     kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
     hosts = len({d.process_index for d in devices})
-    return Pod(kind, rows, cols, _cores(devices), hosts, tuple(ordered), _memory_bytes(devices))
+    return Pod(kind, rows, cols, cores, hosts, tuple(ordered), _memory_bytes(devices))
 
 
 def place(device: Any) -> tuple[int, ...]:
@@ -291,16 +304,17 @@ def _host_memory_bytes() -> int:
     return min(whole, int(text)) if text.isdecimal() else whole
 
 
-def _natural_shape(devices: list[Any]) -> tuple[int, int]:
-    """Physical rows and columns on TPU; nodes x devices per node on clusters; else as square as can be."""
+def _natural_shape(devices: list[Any], cores: int) -> tuple[int, int]:
+    """Physical rows and columns on TPU; nodes x chips per node on clusters; else as square as can be."""
+    chips = len(devices) // cores
     if devices[0].platform == "tpu":
         coords = [d.coords for d in devices]
         rows = len({y for _, y, _ in coords})
-        return rows, len(devices) // _cores(devices) // rows
+        return rows, chips // rows
     hosts = len({d.process_index for d in devices})
-    if hosts > 1 and len(devices) // hosts > 1 and len(devices) % hosts == 0:
-        return hosts, len(devices) // hosts
-    return parse_shape(_shapes(len(devices))[0])
+    if hosts > 1 and chips // hosts > 1 and chips % hosts == 0:
+        return hosts, chips // hosts
+    return parse_shape(_shapes(chips)[0])
 
 
 def _shapes(count: int) -> list[str]:

@@ -114,6 +114,12 @@ class Run:
         return cls(folder, recipe)
 
     @classmethod
+    def plan_in(cls, folder: Path) -> dict[str, Any] | None:
+        """The plan of the run in that folder, if there is one and it can be read."""
+        found = _read_json(folder / "plan.json")
+        return found if isinstance(found, dict) and {"pod", "summation", "bucket_bytes"} <= set(found) else None
+
+    @classmethod
     def load(cls, folder: str | Path) -> "Run":
         """A run that exists."""
         path = Path(folder) / "recipe.toml"

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from podscale import norm
+from podscale import norm, optim, sharded
 from podscale.collectives import sum_tree
 from podscale.data import augment
 from podscale.models.functional import Functional, Tree
@@ -85,16 +85,30 @@ def train_call(
         empty = Metrics(*[nothing] * len(Metrics._fields))
         return lax.fori_loop(0, count, body, (state, empty))
 
-    data = P(None, None, BATCH_AXES)
+    data, held = P(None, None, BATCH_AXES), _held(net, plan, optimizer)
     mapped = jax.shard_map(
         call,
         mesh=mesh,
-        in_specs=(P(), data, data, P()),
-        out_specs=(P(), P()),
+        in_specs=(held, data, data, P()),
+        out_specs=(held, P()),
         axis_names=set(ALL_AXES),
         check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=0)
+
+
+def learner(net: Functional, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The plan's optimizer: of whole arrays, or of a device's own parts of them."""
+    norms = sharded.norms if plan.summation == sharded.NAME else optim.norms
+    return net.learner(optim.optimizer(plan.recipe, schedule, norms))
+
+
+def _held(net: Functional, plan: Plan, optimizer: optax.GradientTransformation) -> Any:
+    """How the state lies on the devices: the same on all, or the optimizer's cut over them."""
+    if plan.summation != sharded.NAME:
+        return P()
+    everywhere: Any = P()
+    return State(everywhere, everywhere, everywhere, sharded.specs(optimizer, net.shapes()), everywhere)
 
 
 def compiler_options(plan: Plan) -> dict[str, Any]:
@@ -119,12 +133,16 @@ def _update(
 ) -> tuple[State, Metrics]:
     """One update from this device's images [M, m, h, w, 3]."""
     recipe = plan.recipe
-    grads, moments, seen = _pod_sums(plan, _local_sums(net, plan, state, images, labels))
-    updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-    params = net.moved(state.params, updates)
+    local = _local_sums(net, plan, state, images, labels)
+    if plan.summation == sharded.NAME:
+        params, opt_state, grad_norm, moments, seen = _sharded_update(net, plan, optimizer, state, local)
+    else:
+        grads, moments, seen = _pod_sums(plan, local)
+        updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+        params = net.moved(state.params, updates)
+        grad_norm = optax.tree.norm(grads)
     stats = norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
     average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
-    grad_norm = optax.tree.norm(grads)
     sound = jnp.isfinite(seen["loss"]) & jnp.isfinite(grad_norm)  # the same on every device: both are sums over the pod
     metrics = Metrics(
         loss=seen["loss"],
@@ -176,6 +194,20 @@ def _pod_sums(plan: Plan, local: tuple[Tree, ...]) -> tuple[Tree, ...]:
     grads = sum_tree(grads, strategy=plan.summation, payload=plan.payload, bucket_bytes=plan.bucket_bytes)
     moments, seen = sum_tree((moments, seen), strategy=plan.summation)
     return grads, moments, seen
+
+
+def _sharded_update(
+    net: Functional, plan: Plan, optimizer: optax.GradientTransformation, state: State, local: tuple[Tree, ...]
+) -> tuple[Tree, ...]:
+    """New weights and optimizer state, each device's part by itself; the gradients' norm; moments and counts."""
+    grads, *rest = local
+    parts = sharded.scatter(grads, plan.payload, plan.bucket_bytes)
+    moments, seen = sum_tree(tuple(rest), strategy="torus")
+    learnt, still = net.split(state.params)
+    own = sharded.own(learnt)
+    updates, opt_state = optimizer.update(parts, state.optimizer, net.joined(own, still))
+    learnt = sharded.gather(optax.apply_updates(own, updates), learnt, plan.bucket_bytes)
+    return net.joined(learnt, still), opt_state, optim.global_norm(parts, sharded.norms), moments, seen
 
 
 def _averaged(decay: float, average: Tree, new: Tree) -> Tree:

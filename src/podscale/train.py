@@ -4,6 +4,7 @@ import json
 import sys
 import types
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,21 @@ from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
 from podscale.errors import PreemptedError, UserError
 from podscale.faults import OddReplicaError, Replicas, Stop
-from podscale.forecast import chips
+from podscale.forecast import chips, choice
 from podscale.forecast.compute import work_in
 from podscale.forecast.model import Forecast, forecast
-from podscale.job import Evaluator, Job, begun, cached, compiled_step, input_facts, prepare, train_batches
+from podscale.job import (
+    Evaluator,
+    Job,
+    begun,
+    cached,
+    compiled_step,
+    input_facts,
+    prepare,
+    restored,
+    saveable,
+    train_batches,
+)
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.recipe import Recipe
@@ -80,13 +92,14 @@ def _session(
     ledger = Ledger()
     with ledger.measure("start"):
         console = console if pods.speaks() else Console(quiet=True)
+        options = choice.as_before(options, pod, Run.plan_in(folder))
         with counting(console, "indexing") as progress:
             job = prepare(recipe, pod, options, model, progress)
         job = cached(job, options)
         job, beginning = _begun(job, folder)
         facts, claim = input_facts(job), Claim(folder)
         run = _opened(job, beginning, claim, facts, folder, allow_changed)
-    console.print(table("plan", [*job.plan.rows(), *_decoding(facts)]))
+    console.print(table("plan", [*job.plan.rows(), *choice.told(job.choice), *_decoding(facts)]))
     if beginning:
         console.print(beginning.told(), highlight=False, markup=False)
     with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
@@ -127,6 +140,7 @@ def _opened(
             Run.check_init(folder, beginning.digest if beginning else file_digest(job.recipe.model.init))
         claim.take()
         told = {"input": facts, "data_digest": job.data.digest(), "versions": versions()}
+        told |= {"summations_s": job.choice.predicted} if job.choice.predicted else {}
         Run.create(folder, job.recipe, job.plan.to_dict() | told, job.data.classes, allowed)
         if beginning:
             write_atomically(folder / "init.json", json.dumps(beginning.to_dict(), indent=1))
@@ -154,7 +168,7 @@ def _resumed(job: Job, beginning: Beginning | None, checkpoints: Checkpoints, co
     """The job with the newest whole checkpoint's state, and the number of updates done."""
     while (newest := checkpoints.newest()) is not None:
         try:
-            state, why = checkpoints.restore(newest, job.state), ""
+            state, why = restored(job, partial(checkpoints.restore, newest)), ""
         except DamagedError as error:
             state, why = job.state, error.why
         if pods.everyone(not why):
@@ -201,7 +215,7 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                 teller.met(evaluate.unreadable)
                 teller.evaluated(done.stop, found)
             with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
-                checkpoints.save(done.stop, state, accuracy)
+                checkpoints.save(done.stop, saveable(job, state), accuracy)
             teller.saved(done.stop)
             teller.resume_clock()
             if teller.reached():

@@ -207,6 +207,25 @@ def bench_input(arguments: argparse.Namespace) -> Any:
     return found
 
 
+def bench_sum(arguments: argparse.Namespace) -> Any:
+    recipe = recipe_of(arguments)
+    sizes = [_bytes(text) for text in arguments.bytes.split(",") if text]
+    names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    from podscale import bench_sum
+    from podscale.report import words
+
+    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    found = bench_sum.measure(recipe, pod, options, names, sizes or bench_sum.SIZES, arguments.tree, arguments.repeats)
+    console.print(words.columns(bench_sum.HEAD, bench_sum.rows(found)))
+    return found
+
+
+def _bytes(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise UserError(f"--bytes takes whole numbers, with commas between them, not {text!r}")
+    return int(text)
+
+
 def data_index(arguments: argparse.Namespace) -> Any:
     from podscale.data.survey import survey
     from podscale.report import data_words
@@ -260,7 +279,7 @@ def _pod(arguments: argparse.Namespace) -> Any:
 
     options = changed(PodOptions(), "pod", _section(arguments, "pod"))
     pod.join(arguments.coordinator, arguments.processes, arguments.process)
-    return pod.find(options.shape, options.virtual)
+    return pod.find(options.shape, options.virtual, options.cores)
 
 
 def _console(arguments: argparse.Namespace) -> Any:

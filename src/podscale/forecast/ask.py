@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from podscale import memory, pod
 from podscale.errors import UserError
-from podscale.forecast import chips, compile, described, model, plot, published, search
+from podscale.forecast import chips, choice, compile, described, model, plot, published, search
 from podscale.forecast.compute import Work, work_of
 from podscale.options import Options
 from podscale.plan import Plan
@@ -24,9 +24,13 @@ class Answer(NamedTuple):
 def about(recipe: Recipe, where: pod.Pod, options: Options, compiles: bool = True) -> Answer:
     """The plan of a recipe on a pod, its predicted times, and the compiler's word where there is a compiler."""
     plan = memory.planned(recipe, where, options)
+    work = work_of(recipe, plan.counts.classes)
+    chosen = choice.settled(options, where, work.parameters)
+    if chosen.predicted:
+        plan = memory.planned(recipe, where, chosen.options)
     rows, values = plan.rows(), plan.to_dict() | {"recipe": recipe.name}
     if chips.known(where.kind) is not None:
-        found = model.forecast(plan, work_of(recipe, plan.counts.classes))
+        found = model.forecast(plan, work)
         rows += model.rows(found)
         values["forecast"] = model.to_dict(found)
     if compiles and not where.present:

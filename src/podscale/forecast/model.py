@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from podscale import sharded
 from podscale.collectives import STRATEGIES
 from podscale.forecast import network
 from podscale.forecast.chips import Chip, chip
@@ -100,7 +101,7 @@ def forecast(plan: Plan, work: Work) -> Forecast:
     row = chip(plan.pod.kind)
     compute_s = plan.micro_batches * step_s(row, work, plan.micro_images)
     ideal_s = plan.images_per_device / best_rate(row, work)
-    sums = {name: _summation_s(plan, work, name) for name in STRATEGIES}
+    sums = {name: _summation_s(plan, work, name) for name in (*STRATEGIES, sharded.NAME)}
     return Forecast(
         plan=plan,
         compute_s=compute_s,
@@ -114,11 +115,17 @@ def forecast(plan: Plan, work: Work) -> Forecast:
 
 
 def _summation_s(plan: Plan, work: Work, strategy: str) -> float:
-    """Gradients in buckets, and the batch-norm moments beside them."""
-    size = work.parameters * BYTES[plan.payload]
-    buckets = _buckets(plan, size)
-    moments = network.summation_s(plan.pod, strategy, 2 * 4 * work.norm_channels) if work.norms else 0.0
-    return buckets * network.summation_s(plan.pod, strategy, size / buckets) + moments
+    """Gradients in buckets, and the batch-norm moments beside them.
+
+    `sharded` gathers weights as they are, whatever gradients travel as, and sums the norms of both.
+    """
+    size = float(work.parameters * BYTES[plan.payload])
+    buckets, way = _buckets(plan, size), "torus" if strategy == sharded.NAME else strategy
+    rest = network.summation_s(plan.pod, way, 2 * 4 * work.norm_channels) if work.norms else 0.0
+    if strategy == sharded.NAME:
+        rest += network.summation_s(plan.pod, way, 2 * 4 * work.layers)
+        size = (size + work.parameters * BYTES["float32"]) / 2
+    return buckets * network.summation_s(plan.pod, way, size / buckets) + rest
 
 
 def _buckets(plan: Plan, size: float) -> int:

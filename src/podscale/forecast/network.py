@@ -115,11 +115,13 @@ def summation_s(pod: Pod, strategy: str, size: float) -> float:
     axes = axes_of(pod)
     if strategy == "xla":
         seconds = _compilers(row, axes, size)
-    elif strategy == "torus4" and not row.torus:
-        # All four lanes leave a GPU through the same port, two at a time each way.
-        seconds = all_links([Axis(axis.size, axis.rate / 2, axis.hop_s) for axis in axes], size)
+    elif strategy in ("ring2", "torus4") and not row.torus:
+        # All lanes leave a GPU through the same port, two at a time each way.
+        form = ring_both_ways if strategy == "ring2" else all_links
+        seconds = form([Axis(axis.size, axis.rate / 2, axis.hop_s) for axis in axes], size)
     else:
-        seconds = {"ring": ring, "torus": torus, "torus4": all_links}[strategy](_two(axes), size)
+        forms = {"ring": ring, "ring2": ring_both_ways, "torus": torus, "torus4": all_links}
+        seconds = forms[strategy](_two(axes), size)
     return row.start_s + on_chip + seconds
 
 

@@ -52,6 +52,10 @@ class Functional:
         """The flax module with these numbers in it."""
         return nnx.merge(self.graph, _filled(self._params, params), _filled(self._stats, stats))
 
+    def shapes(self) -> Tree:
+        """The parameters' shapes and types, as nested dicts."""
+        return nnx.to_pure_dict(self._params)
+
     # --- frozen layers ---
 
     def frozen(self, name: str) -> bool:

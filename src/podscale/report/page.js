@@ -246,6 +246,8 @@ function stages(summation, rows, cols) {
       stage("share", side - 1, [1 / side, 1], [1, 1], all),
     ],
   };
+  plans.ring2 = plans.ring;
+  plans.sharded = plans.torus;
   const chosen = plans[summation] || [stage("once", 1, [1, 1], [1 / N, 1], all)];
   return N === 1 ? [] : chosen.filter((s) => s.hops > 0);
 }

@@ -355,6 +355,25 @@ PHASES = {
          "The finished pieces go round again until every chip has them all; they are only copied, but the number of "
          "hops grows with the number of chips."),
     ),
+    "sharded": (
+        ("rows-sum", "Reduce-scatter along rows",
+         "Every chip passes pieces of its gradient to the right and adds what comes from the left, until it owns "
+         "1/{C} of its row's sum; fast, as all chips send at once and only to a neighbour."),
+        ("columns", "Along columns, the update, and back",
+         "What a chip owns is summed over its column as well; it updates its own 1/{N:,} of the weights, and that goes "
+         "back; fast, as each weight is updated once and its momentum is kept once."),
+        ("rows-share", "All-gather along rows",
+         "The new weights go round the row until every chip has them all; fast, as they are only copied, and again all "
+         "links of the rows work at once."),
+    ),
+    "ring2": (
+        ("sum", "Once round to add, both ways",
+         "All {N:,} chips form one ring; half of the data goes round it one way and half the other, until each chip "
+         "owns 1/{N:,} of both sums; two links of every chip work all the time, but the way round is long."),
+        ("share", "Once round to share",
+         "The finished pieces go round again, both ways, until every chip has them all; they are only copied, but the "
+         "number of hops grows with the number of chips."),
+    ),
 }  # fmt: skip
 XLA = (
     "Every chip asks for the sum of all gradients and the compiler chooses the way; fast, as it knows the links: "
@@ -376,7 +395,9 @@ def _hops(plan: Line) -> str:
     """How far the gradients travel on this very pod, however little of it is drawn."""
     R, C = plan["pod"]["rows"], plan["pod"]["cols"]
     ring = 2 * (R * C - 1)
-    hops = {"torus": 2 * (R - 1) + 2 * (C - 1), "torus4": 4 * (max(R, C) - 1), "ring": ring}.get(plan["summation"])
+    by_name = {"torus": 2 * (R - 1) + 2 * (C - 1), "torus4": 4 * (max(R, C) - 1), "ring": ring, "ring2": ring}
+    by_name["sharded"] = by_name["torus"]
+    hops = by_name.get(plan["summation"])
     if not hops:
         return ""
     words = f"On this {R} x {C} pod that takes {hops:,} hops from chip to chip"

@@ -1,0 +1,90 @@
+"""Claim: on a torus whose links are the limit, `torus` beats a ring at small payloads and `torus4` at large ones.
+
+Every strategy of gradient summation runs as rows x columns separate processes over a network of namespaces on this
+machine (`network.py`), beside Gloo's own all-reduce, which is what `xla` is between CPUs. Several messages of one
+program go one after the other there, so a process has one device for each path: two for `ring2`, four for `torus4`.
+A second table has the ratios. Needs root.
+
+    python benchmarks/torusnet/sums.py 4x4 [--mbit 25] [--inside-mbit M] [--delay-us 2000] [--bytes 64,65536,...]
+
+With --inside-mbit the hosts of a row are a node: fast links inside, --mbit between, as in a cluster of GPU machines.
+The result goes to --json, from which `draw.py` makes tables and plots.
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from network import Torus, Wires, idle_share
+
+CORES = {"xla": 1, "ring": 1, "torus": 1, "ring2": 2, "torus4": 4}  # devices of a process: one a path
+SIZES = "64,4096,65536,1000000,10000000"
+RATIOS = (("torus", "ring"), ("torus4", "xla"), ("torus4", "ring2"))  # the first is to be faster
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", metavar="RxC")
+    parser.add_argument("--mbit", type=float, default=25.0)
+    parser.add_argument("--inside-mbit", type=float, default=0.0)
+    parser.add_argument("--delay-us", type=float, default=2000.0)
+    parser.add_argument("--bytes", default=SIZES)
+    parser.add_argument("--strategies", default=",".join(CORES))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=15.0, help="for each group of strategies; then it gives up")
+    parser.add_argument("--json", type=Path, default=Path("sums.json"))
+    arguments = parser.parse_args()
+    rows, cols = map(int, arguments.shape.split("x"))
+    wires = Wires(arguments.inside_mbit or arguments.mbit, arguments.mbit, arguments.delay_us)
+    print(f"{idle_share():.0%} of the cores' time is idle before the start", flush=True)
+    points: list[dict[str, Any]] = []
+    links: dict[str, Any] = {}
+    for cores in sorted(set(CORES.values())):
+        names = [name for name in arguments.strategies.split(",") if CORES[name] == cores]
+        if not names:
+            continue
+        with Torus(rows, cols, wires) as torus:
+            found = summed(torus, cores, names, arguments)
+        links[str(cores)] = found["links"]
+        points += [point | {"cores": cores} for point in found["points"]]
+        print(f"{', '.join(names)}: {torus.late}", flush=True)
+    result = vars(arguments) | {"json": "", "cpus": os.cpu_count(), "date": str(date.today())}
+    arguments.json.write_text(json.dumps(result | {"links": links, "points": points}, indent=1) + "\n")
+    tell(points)
+
+
+def summed(torus: Torus, cores: int, names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `podscale bench sum` finds, run by every host of the torus."""
+    port = 20000 + int(time.time()) % 20000
+
+    def command(number: int, first: str) -> list[str]:
+        joins = ["--coordinator", f"{first}:{port}", "--processes", str(len(torus.hosts)), "--process", str(number)]
+        what = ["--strategies", ",".join(names), "--bytes", arguments.bytes, "--no-tree"]
+        machine = ["--pod.shape", arguments.shape, "--pod.cores", str(cores), "--plan.bucket_mib", "0"]
+        how = ["--repeats", str(arguments.repeats), "--json"]
+        return [sys.executable, "-m", "podscale", "bench", "sum", *what, *machine, *how, *joins]
+
+    env = {"JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "", "HOSTNAME": socket.gethostname()}
+    return json.loads(torus.run(command, 60 * arguments.minutes, env)[0])
+
+
+def tell(points: list[dict[str, Any]]) -> None:
+    """The points beside their model, then the ratios."""
+    for point in points:
+        model = f"model {point['model_ms']:8.1f} ({point['ms'] / point['model_ms'] - 1:+.0%})"
+        print(f"{point['strategy']:8}{point['payload']:>16}{point['ms']:10.1f} ms, {model}")
+    times = {(point["strategy"], point["payload"]): point["ms"] for point in points}
+    for faster, slower in RATIOS:
+        for payload in dict.fromkeys(point["payload"] for point in points):
+            if (faster, payload) in times and (slower, payload) in times:
+                print(f"{slower} / {faster} at {payload}: {times[slower, payload] / times[faster, payload]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

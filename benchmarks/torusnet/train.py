@@ -1,0 +1,104 @@
+"""Claim: over a slow torus, a training step gets shorter from `xla` to `torus4` by what the model of time predicts.
+
+ResNet-18 on the digits, with batch norm over tiles of 2x2 hosts, trained by `podscale train` as 16 processes over a
+network of namespaces on this machine (`network.py`): first with Gloo's all-reduce, then with `torus4` and a device for
+each of its four paths. What should change is predicted from messages timed on the same network (`probe.py`): the sums
+of gradients and of batch-norm moments, and batch norm's own messages, over tiles that have four times as many devices.
+Needs root.
+
+    python benchmarks/torusnet/train.py [--mbit 5] [--delay-us 2000] [--width 16] [--steps 5]
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from network import Torus, Wires, idle_share
+
+SHAPE, IMAGES = "4x4", 256
+VARIANTS = {"xla": 1, "torus4": 4}  # devices of a process
+PROBE = """
+import json, sys
+from jax import lax
+from podscale import models, pod
+from podscale import recipe as recipes
+from podscale.forecast import probe
+from podscale.forecast.compute import work_of
+
+number, first, cores, strategy, width = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+pod.join(first, 16, number)
+here = pod.find("4x4", cores=cores)
+recipe = recipes.override(recipes.load("digits"), {"model.name": "resnet18", "model.width": width})
+work = work_of(recipe, 10)
+links = probe.measured(here)
+sums = links.summation_s(strategy, 4 * work.parameters) + links.summation_s(strategy, 8 * work.norm_channels)
+message = 8 * work.norm_channels // work.norms
+norm, _ = probe.timed(here.mesh((2, 2)), lambda x: lax.psum(x, pod.TILE), message)
+print(json.dumps({"sums_s": sums, "norms_s": 2 * work.norms * norm, "parameters": work.parameters}))
+pod.leave()
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=5.0)
+    parser.add_argument("--delay-us", type=float, default=2000.0)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=10.0, help="for each part; then it gives up")
+    arguments = parser.parse_args()
+    print(f"{idle_share():.0%} of the cores' time is idle before the start", flush=True)
+    found: dict[str, dict[str, Any]] = {}
+    with Torus(4, 4, Wires(arguments.mbit, arguments.mbit, arguments.delay_us)) as torus:
+        for strategy, cores in VARIANTS.items():
+            predicted = predict(torus, strategy, cores, arguments)
+            found[strategy] = predicted | {"step_s": trained(torus, strategy, cores, arguments)}
+            print(strategy, json.dumps(found[strategy]), flush=True)
+    tell(found)
+
+
+def predict(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespace) -> dict[str, float]:
+    port = 20000 + int(time.time()) % 20000
+
+    def command(number: int, first: str) -> list[str]:
+        words = [str(number), f"{first}:{port}", str(cores), strategy, str(arguments.width)]
+        return [sys.executable, "-c", PROBE, *words]
+
+    return json.loads(torus.run(command, 60 * arguments.minutes, {"JAX_PLATFORMS": "cpu"})[0].splitlines()[-1])
+
+
+def trained(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespace) -> float:
+    """Seconds of a step, the median of all but the first."""
+    port = 20000 + int(time.time()) % 20000
+    epochs = (arguments.steps - 0.5) * IMAGES / 1437
+    recipe = f"digits --model.name resnet18 --model.width {arguments.width} --batch.size {IMAGES} --batch.span 64"
+    recipe += f" --train.epochs {epochs} --train.eval_epochs {epochs} --schedule.warmup_epochs 0"
+    machine = f"--pod.shape {SHAPE} --pod.cores {cores} --plan.summation {strategy} --plan.bucket_mib 0"
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+
+        def command(number: int, first: str) -> list[str]:
+            joins = f"--coordinator {first}:{port} --processes 16 --process {number} --run {run}"
+            return [sys.executable, "-m", "podscale", "train", *f"{recipe} {machine} {joins}".split()]
+
+        torus.run(command, 60 * arguments.minutes, {"JAX_PLATFORMS": "cpu"})
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    times = [IMAGES / line["images_per_s"] for line in lines if line["event"] == "train" and line["images_per_s"]]
+    return statistics.median(times[1:])
+
+
+def tell(found: dict[str, dict[str, Any]]) -> None:
+    before, after = (found[name] for name in VARIANTS)
+    talk = {name: one["sums_s"] + one["norms_s"] for name, one in found.items()}
+    fell, predicted = before["step_s"] - after["step_s"], talk["xla"] - talk["torus4"]
+    print(f"a step took {before['step_s']:.2f} s with xla and {after['step_s']:.2f} s with torus4: {fell:.2f} s less")
+    print(f"predicted: {predicted:.2f} s less; measured / predicted {fell / predicted:.2f}")
+
+
+if __name__ == "__main__":
+    main()
