@@ -15,6 +15,9 @@ class PodOptions:
 
     shape: str = _field("", "rows x columns of the devices that are there, such as 2x4")
     virtual: str = _field("", "so many CPU devices instead, such as 2x2: a real, if slow, torus")
+    heartbeat_s: float = _field(
+        60.0, "seconds without a sign of life after which a process counts as dead, and all end"
+    )
 
 
 @dataclass(frozen=True)
