@@ -25,7 +25,7 @@ SETTINGS = "digits --model.width 8 --model.precision float64 --train.epochs 3 --
 SAME = 1e-9
 STEPS = 34
 PROGRAM = [sys.executable, "-m", "podscale"]
-TIMEOUT_S = 400
+TIMEOUT_S = 900
 # What one process of this session has compiled, the next one need not.
 _programs = tempfile.TemporaryDirectory(prefix="podscale-programs-")
 

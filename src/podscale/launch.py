@@ -24,7 +24,8 @@ from podscale.errors import UserError
 
 USER_ERROR, GONE, PREEMPTED, INTERRUPTED = 2, 69, 75, 130
 FINAL = (0, USER_ERROR, INTERRUPTED)  # exit codes after which the same command would end in the same way
-GRACE_S = 6.0  # in which the others may say what they have to say, once one has died
+GRACE_S = 6.0  # in which the others may say what they have to say, once one has ended
+KILLED_GRACE_S = 1.0  # the same, if it was killed: they know no more than we do
 FAREWELL_S = 60.0  # in which the others end, once one has ended well: they leave together
 POLL_S = 0.05
 SHOWN_LINES = 20
@@ -116,7 +117,8 @@ class Group:
                 deadline = time.monotonic() + FAREWELL_S
             failed = [death for death in ended if death.status]
             if failed and first is None:
-                first, deadline = _cause(failed), time.monotonic() + GRACE_S
+                first = _cause(failed)
+                deadline = time.monotonic() + (GRACE_S if first.status > 0 else KILLED_GRACE_S)
             if deadline is not None and time.monotonic() > deadline:
                 self._kill()
             time.sleep(POLL_S)

@@ -6,6 +6,7 @@ tells through JAX's own store of keys and values that it is alive, and the first
 why and with which code; all read that, say it, and end with the same code.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -146,6 +147,7 @@ def watch(heartbeat_s: float) -> None:
     state = distributed.global_state
     if state.client is not None and state.num_processes > 1:
         _peers = Peers(state.client, state.process_id, state.num_processes, heartbeat_s)
+        atexit.register(part)  # before JAX's own, so that nobody talks to what is no longer there
 
 
 def part() -> None:
