@@ -8,6 +8,7 @@
 
 #include "batch.h"
 #include "jpeg.h"
+#include "lastwords.h"
 #include "transcode.h"
 
 /* --- arguments ---------------------------------------------------------------------------------------------------- */
@@ -315,6 +316,17 @@ static PyObject *advise(PyObject *module, PyObject *arguments) {
     return result;
 }
 
+static PyObject *keep_last_words(PyObject *module, PyObject *arguments) {
+    (void)module;
+    const char *words;
+    Py_ssize_t length;
+    int code;
+    if (!PyArg_ParseTuple(arguments, "s#i", &words, &length, &code))
+        return NULL;
+    last_words(words, (size_t)length, code);
+    return Py_NewRef(Py_None);
+}
+
 /* --- the module --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
@@ -327,6 +339,7 @@ static PyMethodDef methods[] = {
     {"decode", decode, METH_VARARGS, "decode(data, max_pixels) -> (width, height, pixels)"},
     {"advise", advise, METH_VARARGS, "advise(sources, offsets, lengths)"},
     {"tile", tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
+    {"last_words", keep_last_words, METH_VARARGS, "last_words(words, code)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -18,6 +18,7 @@ from podscale.recipe import presets
 
 VERBS = [
     ("train",),
+    ("launch",),
     ("eval",),
     ("predict",),
     ("export",),

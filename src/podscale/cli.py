@@ -11,7 +11,6 @@ import errno
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
@@ -31,9 +30,8 @@ def run() -> NoReturn:
     _heed_interrupts()
     try:
         code = main()
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    except Exception as error:
+        code = do.ended(do.failed(error), "")
     sys.stdout.flush()
     sys.stderr.flush()
     if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
@@ -66,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(problem)
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
-        return USER_ERROR
+        return do.ended(USER_ERROR, str(error))
     except PreemptedError as error:
         from podscale.pod import leave
 
@@ -80,12 +78,12 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno not in OUTSIDE_OUR_POWER:
             raise
         print(f"podscale: {error.strerror}: {error.filename}", file=sys.stderr)
-        return USER_ERROR
+        return do.ended(USER_ERROR, f"{error.strerror}: {error.filename}")
     except KeyboardInterrupt as error:
         next_time = str(error) or "the same command goes on from the last checkpoint"
         print(f"podscale: interrupted; {next_time}", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        return do.ended(INTERRUPTED, "interrupted")
+    return int(getattr(arguments, "code", 0))
 
 
 @contextmanager
@@ -119,7 +117,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise UserError(f"there is no option {name}: {nearest(name, _options())}")
     if unknown:
         raise UserError(f"what is {unknown[0]!r} for? podscale --help lists what there is")
+    if arguments.verb is do.launch:
+        _check_launched(arguments.command)
     return arguments
+
+
+def _check_launched(command: list[str]) -> None:
+    """Finds mistakes in a command before it is started many times."""
+    if not command:
+        raise UserError("launch what? for example: podscale launch -n 4 train digits")
+    launched = _parse(command)
+    if not hasattr(launched, "coordinator"):
+        raise UserError(f"{command[0]} is for one process; launch starts train, eval, plan and bench")
+    if launched.coordinator or launched.processes or launched.process >= 0:
+        raise UserError("launch gives --coordinator, --processes and --process by itself; leave them out")
 
 
 def _options() -> list[str]:
@@ -128,7 +139,7 @@ def _options() -> list[str]:
     )
     own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
     own += " --seeds --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
-    own += " --strategies --bytes --no-tree"
+    own += " --strategies --bytes --no-tree --restarts --logs"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -155,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--init", dest="model.init", default=argparse.SUPPRESS, metavar="WEIGHTS", help=text)
     text = "layers that stay as they are, such as body, which is all but the head; the same as --model.freeze"
     train.add_argument("--freeze", dest="model.freeze", default=argparse.SUPPRESS, metavar="LAYERS", help=text)
+
+    _takes_launch(verbs)
 
     evaluate = _verb(verbs, "eval", do.evaluate, "evaluate a run's checkpoint, exactly", "eval --run runs/mine")
     _takes_fields(evaluate, [("data", SECTIONS["data"])])  # another data set, or the same one elsewhere
@@ -200,6 +213,22 @@ def _parser() -> argparse.ArgumentParser:
     _takes_bench_sum(kinds)
     _data_verbs(verbs)
     return parser
+
+
+def _takes_launch(verbs: Any) -> None:
+    text, example = "run a command as several processes on this machine", "launch -n 4 --restarts 3 train digits"
+    launch = verbs.add_parser(
+        "launch", help=text, description=text.capitalize() + ".", epilog=f"example: podscale {example}"
+    )
+    launch.set_defaults(verb=do.launch, json=False)
+    launch.add_argument("-n", dest="processes", type=int, required=True, metavar="N", help="how many processes")
+    text = "start the same command again after a fault, so many times; a training then resumes by itself"
+    launch.add_argument("--restarts", type=int, default=0, metavar="K", help=text)
+    text = "folder for the output of all processes but the first (default: shown if they fail, and not kept)"
+    launch.add_argument("--logs", metavar="DIR", help=text)
+    launch.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command, such as train digits"
+    )
 
 
 def _data_verbs(verbs: Any) -> None:
@@ -289,7 +318,7 @@ def _takes_recipe(parser: argparse.ArgumentParser, default: str) -> None:
 
 def _takes_machine(parser: argparse.ArgumentParser) -> None:
     _takes_fields(parser, (("pod", PodOptions), ("plan", Options)))
-    group = parser.add_argument_group("processes", "Joined by themselves under Slurm and Open MPI.")
+    group = parser.add_argument_group("processes", "Found by themselves under Slurm, Open MPI, Kubernetes and TPUs.")
     group.add_argument("--coordinator", default="", metavar="HOST:PORT", help="where process 0 listens")
     group.add_argument("--processes", type=int, default=0, metavar="N", help="how many there are")
     group.add_argument("--process", type=int, default=-1, metavar="I", help="which one this is")

@@ -16,6 +16,9 @@ class PodOptions:
     shape: str = _field("", "rows x columns of the devices that are there, such as 2x4")
     virtual: str = _field("", "so many CPU devices instead, such as 2x2: a real, if slow, torus")
     cores: int = _field(0, "devices that make up a chip; on CPUs so many in each process; 0: as the hardware says")
+    heartbeat_s: float = _field(
+        60.0, "seconds without a sign of life after which a process counts as dead, and all end"
+    )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ group that training ever sums over: a tile is `TILE`, a column ring `COLUMN`, a 
 No lists of device numbers appear anywhere else.
 """
 
+import functools
 import os
 import socket
 import zlib
@@ -19,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from podscale import cluster, peers
 from podscale.errors import UserError, nearest
 
 ALL_AXES = ("tile_y", "y", "tile_x", "x", "core")
@@ -137,8 +139,6 @@ def find(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
         raise UserError(f"pod.cores must be 0 or more, not {cores}")
     if virtual:
         rows, cols = parse_shape(virtual)
-        if jax.distributed.is_initialized():
-            raise UserError("pod.virtual is for one process; with several, pod.shape lays out what they have")
         cores = cores or 1
         return _laid_out(_virtual_devices(rows * cols * cores), rows, cols, cores)
     if cores:
@@ -169,38 +169,65 @@ def of(devices: list[Any], shape: str, cores: int = 0) -> Pod:
 
 LETTER_BYTES = 1000
 
-# A launcher that started more than one process says so in one of these.
-_PROCESS_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "JAX_NUM_PROCESSES")
+_place = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
 
 
-def join(coordinator: str = "", processes: int = 0, process: int = -1) -> None:
-    """Joins the other processes of this run, if there are any; must come before anything that touches a device."""
-    if coordinator:
-        if processes < 1 or not 0 <= process < processes:
-            raise UserError(f"process {process} of {processes} cannot be: give --processes N and --process 0..N-1")
-        if not coordinator.rpartition(":")[2].isdecimal():
-            raise UserError(f"--coordinator takes HOST:PORT, not {coordinator!r}")
-        loopback = coordinator.split(":", maxsplit=1)[0] in ("localhost", "127.0.0.1")
-        bind = coordinator if loopback and process == 0 else None
-        jax.distributed.initialize(coordinator, processes, process, coordinator_bind_address=bind)
-    elif _launched():
-        try:
-            jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            raise UserError(f"the launcher started several processes, but they cannot join: {error}") from None
+def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat_s: float = 60.0) -> None:
+    """Joins the other processes of this run, if there are any; must come before anything that touches a device.
+
+    The arguments name them; else a launcher does, if there is one. A process that is not heard of for `heartbeat_s`
+    seconds counts as dead, and all end.
+    """
+    global _place  # noqa: PLW0603
+    place = cluster.by_hand(coordinator, processes, process) if coordinator else cluster.found()
+    if place is None:
+        return
+    if heartbeat_s < 1:
+        raise UserError(f"pod.heartbeat_s must be 1 or more, not {heartbeat_s:g}")
+    bind = place.bind_address()
+    if bind:
+        _sum_over_loopback()
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes,
+            place.process,
+            cluster.gpus_of(place.local, place.here, cluster.visible_gpus()),
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bind,
+            heartbeat_timeout_seconds=round(heartbeat_s),
+        )
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{place.told()}, cannot join the others at {place.coordinator}: {_first_line(error)}"
+        ) from None
+    _place = (place.process, place.processes)
+    peers.watch(heartbeat_s)
+
+
+def _sum_over_loopback() -> None:
+    """Has sums between CPUs listen on loopback alone, and not on whatever address the machine's name stands for."""
+    from jax._src.lib import _jax  # nothing public sets it
+
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make:
+        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=cluster.LOOPBACK)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def place_among() -> tuple[int, int]:
+    """Which process this is, and how many have joined."""
+    return _place
 
 
 def leave() -> None:
     """Parts from the other processes once all of them are here: whoever left alone would look dead to the rest."""
     if jax.process_count() > 1:
+        peers.part()
         jax.distributed.shutdown()
-
-
-def _launched() -> bool:
-    """Whether a launcher or a TPU pod says that this process is one of several."""
-    counts = [os.environ.get(name, "") for name in _PROCESS_COUNTS]
-    several = any(count.isdecimal() and int(count) > 1 for count in counts)
-    return several or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
 def speaks() -> bool:
@@ -245,9 +272,13 @@ def by_the_first(work: Callable[[], object]) -> None:
 
 
 def _virtual_devices(count: int) -> list[Any]:
+    """So many CPU devices, of which each process has its share."""
+    _, processes = _place
+    if count % processes:
+        raise UserError(f"pod.virtual: {count} devices do not divide over {processes} processes")
     try:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", count // processes)
     except RuntimeError:  # the backend already runs: take what it has
         pass
     devices = jax.devices("cpu")

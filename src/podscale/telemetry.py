@@ -21,6 +21,7 @@ from podscale.pod import first_ones, speaks
 from podscale.report import page
 from podscale.report.counting import PLAIN_EVERY_S
 from podscale.run import Run, to_json, whole_lines, write_atomically
+from podscale.stragglers import Straggler
 from podscale.until import Until
 
 
@@ -200,6 +201,12 @@ class Teller:
             self.console.print(f"warning: {why}", style="bold red", markup=False, highlight=False)
         with self.bearing(OSError), path.open("a", encoding="utf-8") as file:
             file.writelines(f"{why}\n" for why in fresh)
+
+    def held_up(self, step: int, found: list[Straggler]) -> None:
+        """Processes that the others wait for."""
+        for slow in found:
+            self.console.print(f"warning: {slow.told()}", style="bold red", markup=False, highlight=False)
+            self._write("straggler", step, **slow._asdict())
 
     @contextmanager
     def bearing(self, *kinds: type[Exception]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from flax import nnx
 from PIL import Image
 from rich.console import Console
 
+from podscale import peers
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
@@ -39,6 +40,7 @@ from podscale.recipe import Recipe
 from podscale.report.counting import counting
 from podscale.report.words import table
 from podscale.run import Claim, Run, versions, write_atomically
+from podscale.stragglers import Stragglers
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
 from podscale.watchdog import Watchdog
@@ -110,7 +112,7 @@ def _session(
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
         try:
-            with Stop() as stop:
+            with Stop() as stop, peers.together(PreemptedError, OddReplicaError):
                 return _train_from(start, job, checkpoints, teller, stop)
         finally:
             teller.close()
@@ -187,8 +189,9 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
     replicas = Replicas(job.mesh, plan.check_steps)
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
-        call, evaluate = compiled_step(job, teller.run), Evaluator(job, teller.run)
-    with train_batches(job, calls) as batches, Watchdog(plan.timeout_s, teller.run.folder) as watchdog:
+        call, evaluate, stragglers = compiled_step(job, teller.run), Evaluator(job, teller.run), Stragglers()
+    watchdog = Watchdog(plan.timeout_s, teller.run.folder)
+    with train_batches(job, calls) as batches, watchdog, stragglers:
         teller.begin()
         for number, done in enumerate(calls):
             watchdog.passed(done.start, "load, train")
@@ -198,6 +201,8 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
             with ledger.measure("train"):
                 state, metrics = call(state, batch.images, batch.labels, np.int32(batch.count))
                 teller.trained(done, metrics)
+            stragglers.passed(ledger.seconds["input wait"], metrics)
+            teller.held_up(done.stop, stragglers.news())
             asked = stop.after(number)
             saving = done.stop in saves or asked
             with ledger.measure("check"):

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def train(arguments: argparse.Namespace) -> Any:
     )
     words.show(summary, console)
     return summary
+
+
+def launch(arguments: argparse.Namespace) -> Any:
+    from podscale.launch import launch
+
+    arguments.code = launch(arguments.command, arguments.processes, arguments.restarts, arguments.logs)
 
 
 def evaluate(arguments: argparse.Namespace) -> Any:
@@ -275,10 +282,11 @@ def plan_options(arguments: argparse.Namespace) -> Options:
 
 
 def _pod(arguments: argparse.Namespace) -> Any:
-    from podscale import pod
+    from podscale import lastwords, pod
 
     options = changed(PodOptions(), "pod", _section(arguments, "pod"))
-    pod.join(arguments.coordinator, arguments.processes, arguments.process)
+    pod.join(arguments.coordinator, arguments.processes, arguments.process, options.heartbeat_s)
+    lastwords.ready(*pod.place_among())
     return pod.find(options.shape, options.virtual, options.cores)
 
 
@@ -296,3 +304,28 @@ def speaks() -> bool:
     from podscale.pod import speaks
 
     return speaks()
+
+
+# --- endings, of one process or of several ---------------------------------------------------------------------------
+
+
+def failed(error: Exception) -> int:
+    """Tells of an error that is none of the user's: where it came up, or which other process is gone."""
+    if "podscale.peers" in sys.modules:
+        from podscale import peers
+
+        found = peers.settle(error)
+        if found:
+            peers.say(found)
+            return found.code
+    traceback.print_exception(error)
+    return 1
+
+
+def ended(code: int, why: str) -> int:
+    """The exit code of a process that does not end well: that of whoever failed first, if there are several."""
+    if "podscale.peers" not in sys.modules:
+        return code
+    from podscale import peers
+
+    return peers.farewell(code, why)

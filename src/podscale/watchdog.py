@@ -17,8 +17,12 @@ from typing import Any, Self
 
 import jax
 
+from podscale.peers import NotThereError
+
 STUCK = 70  # what sysexits.h calls an internal error; the run resumes from its last checkpoint
 CHECKS = 8  # looks at the loop in each timeout
+LONGEST_S = 2.0  # between two looks, so that all processes hear soon that one of them is stuck
+FAREWELL_S = 4.0  # for which the first process stays: without it, the others are aborted before they have told all
 
 
 class Watchdog:
@@ -45,15 +49,16 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(self._timeout_s / CHECKS):
+        while not self._over.wait(min(self._timeout_s / CHECKS, LONGEST_S)):
             step, part, since = self._at
             still_s = time.monotonic() - since
             _publish({"step": step, "part": part, "still_s": still_s, "at": time.time()})
-            if still_s > self._timeout_s:
+            if still_s > self._timeout_s or _another_is_stuck():
                 self._end(step, part, still_s)
 
     def _end(self, step: int, part: str, still_s: float) -> None:
         number = jax.process_index()
+        _publish_stuck()
         text = f"stuck for {still_s:.0f} s after step {step:,} ({part})"
         blamed = _furthest_behind(self._timeout_s)
         if blamed is not None:
@@ -68,6 +73,8 @@ class Watchdog:
         except OSError:
             pass  # a disk that is gone may be why
         print(f"podscale: process {number} is {text}; stacks in {path}", file=sys.stderr, flush=True)
+        if number == 0 and jax.process_count() > 1:
+            time.sleep(FAREWELL_S)
         os._exit(STUCK)
 
 
@@ -82,6 +89,21 @@ def _publish(beat: dict[str, Any]) -> None:
     client = _client()
     if client is not None:
         client.key_value_set(f"podscale/beat/{jax.process_index()}", json.dumps(beat), allow_overwrite=True)
+
+
+def _publish_stuck() -> None:
+    client = _client()
+    if client is not None:
+        client.key_value_set("podscale/stuck", "", allow_overwrite=True)
+
+
+def _another_is_stuck() -> bool:
+    """Whether a process has lost its patience: then all end, and each writes down where it stands."""
+    client = _client()
+    try:
+        return client is not None and client.key_value_try_get("podscale/stuck") is not None
+    except NotThereError:
+        return False
 
 
 def _furthest_behind(timeout_s: float) -> str | None:

@@ -1,7 +1,6 @@
 """SIGTERM, as schedulers send it: to a single process, to one of several, to all of them; at different moments."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import time
 
 import pytest
+from processes import environment
 
 from podscale.run import Run
 
@@ -24,12 +24,11 @@ def free_port():
 
 def start(folder, processes, shape, *plan):
     join = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     each = [[*join, "--process", str(i), "--pod.shape", shape] for i in range(processes)]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "podscale", "train", *SETTINGS, "--run", str(folder), *more, *plan],
-            env=environment,
+            env=environment(JAX_ENABLE_X64="0"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -84,6 +83,7 @@ def undisturbed(tmp_path_factory):
         pytest.param(1, "2x2", [0], 5, marks=pytest.mark.slow),
         pytest.param(1, "2x2", [0], 33, marks=pytest.mark.slow),
         pytest.param(2, "1x2", [1], 7, marks=pytest.mark.processes(2)),
+        pytest.param(4, "2x2", [2], 20, marks=[pytest.mark.processes(4), pytest.mark.slow]),
         pytest.param(4, "2x2", [0, 1, 2, 3], 9, marks=[pytest.mark.processes(4), pytest.mark.slow]),
     ],
 )

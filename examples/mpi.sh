@@ -1,0 +1,20 @@
+#!/bin/bash
+# A training under Open MPI. One process a GPU (or a host); they find each other by themselves.
+#
+#   MPIRUN="mpirun -n 32 --hostfile HOSTS" examples/mpi.sh resnet50-imagenet-32k --data.path DATA
+#
+# MPI only starts the processes. Sums go through NCCL on GPUs and Gloo on CPUs, over the network that these choose.
+# After exit code 69, 70 or 75 the same command goes on from the last checkpoint; this script starts it again.
+MOST_RESTARTS=${MOST_RESTARTS:-3}
+
+for ((try = 0; ; try++)); do
+    ${MPIRUN:-mpirun} --bind-to none podscale train "$@"
+    code=$?
+    case $code in
+        0 | 1 | 2 | 130) exit $code ;; # done; a bug; a mistake in the command; interrupted: the same again would not help
+    esac
+    if [ "$try" -ge "$MOST_RESTARTS" ]; then
+        exit $code
+    fi
+    echo "exit code $code: starting again ($((try + 1)) of $MOST_RESTARTS)" >&2
+done

@@ -1,0 +1,25 @@
+#!/bin/bash
+# A training under Slurm. One task a GPU (or a node), each with its part of the pod; they find each other by themselves.
+#
+#   sbatch --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 examples/slurm.sh resnet50-imagenet-32k --data.path DATA
+#
+# When the time is nearly up, or Slurm wants the nodes for another job, every task gets SIGTERM: all save the same step
+# and end with code 75. The job then goes back to the queue and resumes. So it does after a fault of a node.
+#SBATCH --job-name=podscale
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@180
+
+MOST_RESTARTS=50
+
+srun --kill-on-bad-exit=1 podscale train "$@"
+code=$?
+case $code in
+    0 | 1 | 2 | 130) exit $code ;; # done; a bug; a mistake in the command; interrupted: the same again would not help
+esac
+if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MOST_RESTARTS" ]; then
+    echo "exit code $code: back to the queue (restart $((${SLURM_RESTART_COUNT:-0} + 1)) of at most $MOST_RESTARTS)"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
