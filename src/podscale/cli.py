@@ -17,12 +17,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
 from podscale import verbs as do
-from podscale.errors import PreemptedError, UserError, nearest
+from podscale.errors import DivergedError, PreemptedError, UserError, nearest
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS
 from podscale.run import to_json
 
 USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: what sysexits.h calls a temporary failure; start it again
+DIVERGED = 65  # what sysexits.h calls bad data; to start it again would not help
 OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -67,12 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
         return USER_ERROR
-    except PreemptedError as error:
+    except (PreemptedError, DivergedError) as error:
         from podscale.pod import leave
 
         leave()
         print(f"podscale: {error}", file=sys.stderr)
-        return PREEMPTED
+        return PREEMPTED if isinstance(error, PreemptedError) else DIVERGED
     except BrokenPipeError:  # the reader went away: `podscale recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

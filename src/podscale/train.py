@@ -15,6 +15,7 @@ from rich.console import Console
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
+from podscale.divergence import WentBackError, answered, kept, left_out
 from podscale.errors import PreemptedError, UserError
 from podscale.faults import OddReplicaError, Replicas, Stop
 from podscale.forecast import chips
@@ -27,6 +28,7 @@ from podscale.recipe import Recipe
 from podscale.report.counting import counting
 from podscale.report.words import table
 from podscale.run import Claim, Run, versions, write_atomically
+from podscale.streak import RunawayError
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
 from podscale.watchdog import Watchdog
@@ -64,6 +66,8 @@ def train(
             if returns > MOST_RETURNS:
                 raise UserError(f"{error}, and not for the first time; have that device looked after") from None
             _warn(console, f"{error}; going back to the last checkpoint")
+        except WentBackError as error:
+            _warn(console, str(error))
 
 
 def _session(
@@ -89,7 +93,7 @@ def _session(
     console.print(table("plan", [*job.plan.rows(), *_decoding(facts)]))
     if beginning:
         console.print(beginning.told(), highlight=False, markup=False)
-    with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
+    with claim, Checkpoints(run.checkpoints, kept(job.plan), about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, beginning, checkpoints, console)
         teller = Teller(run, job.plan, ledger, console, start, until, _forecast(job))
@@ -99,6 +103,8 @@ def _session(
         try:
             with Stop() as stop:
                 return _train_from(start, job, checkpoints, teller, stop)
+        except RunawayError as error:
+            raise answered(error, job, run, checkpoints) from None
         finally:
             teller.close()
 
@@ -174,7 +180,8 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
         call, evaluate = compiled_step(job, teller.run), Evaluator(job, teller.run)
-    with train_batches(job, calls) as batches, Watchdog(plan.timeout_s, teller.run.folder) as watchdog:
+    data = train_batches(job, calls, left_out(teller.run.folder))
+    with data as batches, Watchdog(plan.timeout_s, teller.run.folder) as watchdog:
         teller.begin()
         for number, done in enumerate(calls):
             watchdog.passed(done.start, "load, train")
@@ -188,11 +195,13 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
             saving = done.stop in saves or asked
             with ledger.measure("check"):
                 replicas.check(done.stop, state, now=saving)
+            teller.streak.check(state)
             if not saving:
                 continue
             watchdog.passed(done.start, "train, evaluate, save")
             with ledger.measure("train"):
                 teller.catch_up()
+            teller.streak.check(state)
             accuracy = None
             if done.stop in evals:
                 with ledger.measure("evaluate"):
