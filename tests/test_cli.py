@@ -27,7 +27,7 @@ VERBS = [
     ("bench", "step"),
     ("data",),
 ]
-VERBS += [("bench", "input"), ("data", "index"), ("data", "prepare")]
+VERBS += [("bench", "input"), ("data", "index"), ("data", "check"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 

@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         next_time = str(error) or "the same command goes on from the last checkpoint"
         print(f"podscale: interrupted; {next_time}", file=sys.stderr)
         return INTERRUPTED
-    return 0
+    return getattr(arguments, "code", 0)
 
 
 @contextmanager
@@ -207,6 +207,11 @@ def _data_verbs(verbs: Any) -> None:
     index = _verb(kinds, "index", do.data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
     index.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
     _takes_source(index)
+
+    text = "decode every picture, and name what is wrong; exit code 1 if anything is"
+    check = _verb(kinds, "check", do.data_check, text, "data check PHOTOS")
+    check.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
+    _takes_source(check)
 
     text = "write a data set again, so that training reads it faster: without loss, unless told otherwise"
     prepare = _verb(kinds, "prepare", do.data_prepare, text, "data prepare PHOTOS PREPARED --longest 400")
