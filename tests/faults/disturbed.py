@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from podscale.run import Run, whole_lines
 
 TIMEOUT_S = 600
 PART = "*.orbax-checkpoint-tmp"
+SESSION = "--- a session begins"
 
 # The command as it is, on a disk that takes its time to rename and to delete, so that a signal can come in the middle.
 # It leaves a file behind when it begins to delete a checkpoint.
@@ -43,6 +45,23 @@ os.unlink, os.rename = unlink, rename
 cli.run()
 """
 
+# The command as it is, with a pause before each batch, so that it takes little of the machine; SIGUSR1 ends the pauses.
+PAUSED = """
+import signal, sys, time
+from podscale import cli
+from podscale.data import loader
+
+pause_s = [float(sys.argv.pop(1))]
+signal.signal(signal.SIGUSR1, lambda *_: pause_s.__setitem__(0, 0.0))
+
+def paused(self, take=loader.Batches.__next__):
+    time.sleep(pause_s[0])
+    return take(self)
+
+loader.Batches.__next__ = paused
+cli.run()
+"""
+
 
 @dataclass
 class Training:
@@ -56,12 +75,14 @@ class Training:
     slow_disk: bool = False
     more: tuple[str, ...] = ()
     niceness: int = 0
+    pause_s: float = 0.0
 
     def start(self) -> subprocess.Popen:
         """A session; what it says is appended to a file beside the run."""
         words = f"train digits --model.width 8 --train.epochs {self.epochs} --train.eval_epochs 10 --json"
         words += f" --pod.virtual {self.shape} --plan.save_steps {self.save_steps} --run {self.folder}"
         program = ["-c", SLOW_DISK, str(self.sign)] if self.slow_disk else ["-m", "podscale"]
+        program = ["-c", PAUSED, str(self.pause_s)] if self.pause_s else program
         self.sign.unlink(missing_ok=True)
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -69,6 +90,7 @@ class Training:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         with self.said.open("a") as said:
+            print(SESSION, file=said, flush=True)
             command = ["nice", "-n", str(self.niceness), sys.executable, *program, *words.split(), *self.more]
             return subprocess.Popen(command, env=environment, stdout=said, stderr=said)
 
@@ -109,8 +131,9 @@ class Training:
         return path.stat().st_ino if path.exists() else 0
 
     def resumed(self) -> int:
-        """The step that the last session went on from."""
-        return [line["step"] for line in self.told() if line["event"] == "start"][-1]
+        """The step that the last session went on from, once it has come to its first update."""
+        found = re.findall(r"resuming after step ([0-9,]+)", self.said.read_text().rpartition(SESSION)[2])
+        return int(found[-1].replace(",", "")) if found else 0
 
     def updates(self) -> list[tuple[int, float]]:
         return [(line["step"], line["loss"]) for line in self.told() if line["event"] == "train"]

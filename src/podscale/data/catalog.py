@@ -107,7 +107,7 @@ def listed(
     try:
         classes, labels = resolved(found, {split: list(of_split.values()) for split, of_split in parts.items()})
     except UserError as error:
-        raise UserError(left_out[0][2]) if left_out else error  # what was left out may be all that is wrong
+        raise (UserError(left_out[0][2]) if left_out else error) from None  # what was left out may be all that is wrong
     tables_ = {split: _table(tuple(parts[split]), list(parts[split].values()), labels[split]) for split in SPLITS}
     return {split: _files(kind, root, table) for split, table in tables_.items()}, classes, left_out
 
