@@ -1,6 +1,7 @@
 """Damaged files of every kind that is read: refused in words or harmless, in bounded memory and time."""
 
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,9 @@ def test_the_fuzzer_finds_what_is_no_refusal(monkeypatch, tmp_path):
     """An exception that is no sentence for the user, and a case that does not end."""
 
     def broken(data):
+        if not data:
+            while True:
+                pass
         raise KeyError("oops")
 
     monkeypatch.setattr(fuzz.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -51,6 +55,13 @@ def test_the_fuzzer_finds_what_is_no_refusal(monkeypatch, tmp_path):
     with pytest.raises(fuzz.FoundError, match="broken: KeyError: 'oops'"):
         fuzz.tried("broken", b"abc")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"]
+    monkeypatch.setattr(fuzz, "MOST_S", 0.3)
+    before = signal.signal(signal.SIGPROF, fuzz._too_slow)
+    try:
+        with pytest.raises(fuzz.FoundError, match="of work, or"):
+            fuzz.tried("broken", b"")
+    finally:
+        signal.signal(signal.SIGPROF, before)
 
 
 @pytest.mark.parametrize(

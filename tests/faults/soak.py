@@ -65,7 +65,7 @@ class Soak:
                 return None
             self.process = self.training.start()
             new = until(lambda: self._first_update(session), self.process, every_s=0.05)
-            fault.lost = step - self.training.resumed()
+            fault.lost = max(step - self.training.resumed(), 0)
         fault.again_s = time.monotonic() - began
         return fault if new else None
 
