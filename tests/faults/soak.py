@@ -155,10 +155,12 @@ def soak(training: Training, whole: Training, seconds: float, seed: int, disk: P
             at = f"{time.monotonic() - began:6.0f} s  step {one.step():5}"
             times = f"noticed after {fault.notice_s:.1f} s, training again after {fault.again_s:.1f} s"
             print(f"{at}  {fault.kind}: {fault.lost} updates lost, {times}", flush=True)
+        until(lambda: one.step() > 0, running.process, every_s=0.05)  # before that, it does not listen
         running.process.send_signal(signal.SIGUSR1)  # no more pauses
         if running.process.wait() != 0:
             raise SystemExit(f"it did not end well: {one.said.read_text()[-3000:]}")
         compare(one, whole)
+        print(f"{time.monotonic() - began:6.0f} s  a training has ended, with the same bits", flush=True)
         shutil.rmtree(one.folder)
         if time.monotonic() - began >= seconds:
             return faults, number + 1
