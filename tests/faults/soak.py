@@ -69,6 +69,10 @@ class Soak:
         fault.again_s = time.monotonic() - began
         return fault if new else None
 
+    def listens(self) -> None:
+        """Waits until it has begun to train: before that, a signal that asks for no more pauses would end it."""
+        until(lambda: self.training.step() > 0, self.process, every_s=0.05)
+
     def _first_update(self, session: int) -> bool:
         return self.training.session() != session and self.training.step() > self.training.resumed()
 
@@ -155,7 +159,7 @@ def soak(training: Training, whole: Training, seconds: float, seed: int, disk: P
             at = f"{time.monotonic() - began:6.0f} s  step {one.step():5}"
             times = f"noticed after {fault.notice_s:.1f} s, training again after {fault.again_s:.1f} s"
             print(f"{at}  {fault.kind}: {fault.lost} updates lost, {times}", flush=True)
-        until(lambda: one.step() > 0, running.process, every_s=0.05)  # before that, it does not listen
+        running.listens()
         running.process.send_signal(signal.SIGUSR1)  # no more pauses
         if running.process.wait() != 0:
             raise SystemExit(f"it did not end well: {one.said.read_text()[-3000:]}")
