@@ -7,11 +7,13 @@ and in plain C, which must agree on every pixel.
 """
 
 import os
+import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import fuzz
 import numpy as np
 from PIL import ImageFile
 from test_native import any_jpeg, exif, jpeg, native, oddities, ppm, resampled
@@ -20,6 +22,8 @@ NATIVE = Path(__file__).parents[1] / "native"
 SOURCES = sorted(str(path) for path in NATIVE.glob("*.c") if path.name != "module.c")
 FLAGS = "-std=c11 -g -O1 -Wall -Wextra -ffp-contract=off -fno-omit-frame-pointer".split()
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+DAMAGED = 160  # files of the fuzzer's; the driver takes 256 in all
 
 
 def seeds(folder: Path) -> list[str]:
@@ -30,6 +34,9 @@ def seeds(folder: Path) -> list[str]:
     made += [native.tile(any_jpeg(rng, most)[0], 2**28) for most in ((120, 90), (300, 150)) for _ in range(20)]
     made += [oddities()["inks"][0], native.tile(oddities()["inks"][0], 2**28)]
     made += [ppm(rng, 40, 30), ppm(rng, 90, 7, b"P6 # pixels\n%d %d 255\t")]
+    draw = random.Random(0)  # what tests/fuzz.py tries, beside what the driver does to all of these
+    whole = fuzz.TARGETS["picture"][1]()
+    made += [harmed for _ in range(DAMAGED) if (harmed := fuzz.harmed(whole, draw))]
     paths = [folder / f"{i}.jpg" for i in range(len(made))]
     for path, data in zip(paths, made, strict=True):
         path.write_bytes(data)

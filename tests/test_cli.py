@@ -28,7 +28,8 @@ VERBS = [
     ("bench", "step"),
     ("data",),
 ]
-VERBS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum"), ("data", "index"), ("data", "prepare")]
+VERBS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum")]
+VERBS += [("data", "index"), ("data", "check"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 

@@ -41,6 +41,7 @@ class NotSavedError(Exception):
 
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every file it touches, and of what we tell
+DAMAGED = "damaged"
 NOTES = ("metrics/metrics", "_CHECKPOINT_METADATA")
 DISK_REASONS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO))
 
@@ -148,12 +149,12 @@ class Checkpoints:
                 raise DamagedError(where, f"{name} is not what was saved")
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in _names(like)])
 
-    def set_aside(self, step: int) -> Path:
+    def set_aside(self, step: int, name: str = DAMAGED) -> Path:
         """Moves a checkpoint out of the way, to where nothing looks for it but a person; all processes call this."""
         folder = Path(str(self._manager.directory))
-        by_the_first(lambda: _move_aside(folder, step))
+        by_the_first(lambda: _move_aside(folder, step, name=name))
         self._manager.reload()
-        return _aside(folder, step)
+        return _aside(folder, step, name)
 
     def _check_fits(self, step: int, wanted: dict[str, Any]) -> None:
         """Compares names and shapes first: Orbax finds out in the middle of its threads, and they say so on stderr."""
@@ -188,17 +189,17 @@ def _without_readable_notes(folder: Path) -> list[int]:
     return [step for step in steps if not all(readable(folder / str(step) / note) for note in NOTES)]
 
 
-def _move_aside(folder: Path, *steps: int) -> None:
+def _move_aside(folder: Path, *steps: int, name: str = DAMAGED) -> None:
     for step in steps:
-        target = _aside(folder, step)
+        target = _aside(folder, step, name)
         target.parent.mkdir(exist_ok=True)
         if target.exists():
             shutil.rmtree(target)
         (folder / str(step)).rename(target)
 
 
-def _aside(folder: Path, step: int) -> Path:
-    return folder.with_name("damaged") / str(step)
+def _aside(folder: Path, step: int, name: str) -> Path:
+    return folder.with_name(name) / str(step)
 
 
 def _accuracy(metrics: Any) -> float:

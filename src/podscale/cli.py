@@ -16,12 +16,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
 from podscale import verbs as do
-from podscale.errors import PreemptedError, UserError, nearest
+from podscale.errors import DivergedError, PreemptedError, UserError, nearest
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS
 from podscale.run import to_json
 
 USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: what sysexits.h calls a temporary failure; start it again
+DIVERGED = 65  # what sysexits.h calls bad data; to start it again would not help
 OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -65,12 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
         return do.ended(USER_ERROR, str(error))
-    except PreemptedError as error:
+    except (PreemptedError, DivergedError) as error:
         from podscale.pod import leave
 
         leave()
         print(f"podscale: {error}", file=sys.stderr)
-        return PREEMPTED
+        return PREEMPTED if isinstance(error, PreemptedError) else DIVERGED
     except BrokenPipeError:  # the reader went away: `podscale recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -239,6 +240,11 @@ def _data_verbs(verbs: Any) -> None:
     index = _verb(kinds, "index", do.data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
     index.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
     _takes_source(index)
+
+    text = "decode every picture, and name what is wrong; exit code 1 if anything is"
+    check = _verb(kinds, "check", do.data_check, text, "data check PHOTOS")
+    check.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
+    _takes_source(check)
 
     text = "write a data set again, so that training reads it faster: without loss, unless told otherwise"
     prepare = _verb(kinds, "prepare", do.data_prepare, text, "data prepare PHOTOS PREPARED --longest 400")

@@ -43,11 +43,11 @@ def coerce(where: str, value: Any, kind: Any) -> Any:
     origin = typing.get_origin(kind)
     if origin is Literal:
         if value not in typing.get_args(kind):
-            raise UserError(f"{where} cannot be {value!r}: choose {', '.join(map(str, typing.get_args(kind)))}")
+            raise UserError(f"{where} cannot be {_shown(value)}: choose {', '.join(map(str, typing.get_args(kind)))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise UserError(f"{where} must be a list, not {value!r}")
+            raise UserError(f"{where} must be a list, not {_shown(value)}")
         return tuple(coerce(where, v, typing.get_args(kind)[0]) for v in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
@@ -55,7 +55,9 @@ def coerce(where: str, value: Any, kind: Any) -> Any:
         except OverflowError:
             raise UserError(f"{where} is too large for a number") from None
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise UserError(f"{where} must be {_kind_name(kind)}, not {value!r}")
+        raise UserError(f"{where} must be {_kind_name(kind)}, not {_shown(value)}")
+    if kind is int and abs(value) >= 2**63:
+        raise UserError(f"{where} is too large for a number")
     return value
 
 
@@ -68,6 +70,13 @@ def _from_text(where: str, text: str, kind: Any) -> Any:
     except (ValueError, RecursionError):  # ValueError: no TOML, or more digits than Python reads
         text = text if len(text) <= 40 else text[:40] + "..."
         raise UserError(f"{where} must be {_kind_name(kind)}, not {text!r}") from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python does not print the longest numbers
+        return "a number of so many digits"
 
 
 def _kind_name(kind: Any) -> str:

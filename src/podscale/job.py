@@ -1,6 +1,6 @@
 """Job: a recipe on a pod, ready to train or to evaluate. All that comes before the first compilation, and the last."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -195,9 +195,10 @@ def _set_cache(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
 
 
-def train_batches(job: Job, calls: list[range]) -> loader.Batches:
-    """The job's training data for these calls, prepared in the background."""
-    return loader.train_batches(job.data.train, job.plan, calls, pods.batch_sharding(job.mesh, axis=2))
+def train_batches(job: Job, calls: list[range], left_out: Sequence[range] = ()) -> loader.Batches:
+    """The job's training data for these calls, prepared in the background, but for batches that are left out."""
+    sharding = pods.batch_sharding(job.mesh, axis=2)
+    return loader.train_batches(job.data.train, job.plan, calls, sharding, left_out=left_out)
 
 
 class Evaluator:

@@ -125,6 +125,9 @@ class Train:
     seed: int = _field(0, "of everything random")
     eval_epochs: float = _field(1.0, "epochs between evaluations")
     stats_momentum: float = _field(0.9, "decay of the running batch-norm statistics, per update")
+    bad_updates: int = _field(
+        10, "updates in a row without a number, after which the run goes back and leaves their batches out; 0: never"
+    )
 
 
 @dataclass(frozen=True)
@@ -312,7 +315,8 @@ _SHARES = (
 _AT_LEAST_ZERO = (
     "data.shrink data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust "
     "optimizer.epsilon optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs "
-    "schedule.factor augment.padding augment.randaugment augment.magnitude augment.mixup train.seed"
+    "schedule.factor augment.padding augment.randaugment augment.magnitude augment.mixup train.seed "
+    "train.bad_updates"
 ).split()
 
 

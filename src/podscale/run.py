@@ -9,6 +9,9 @@
     ledger.json     what the time went to
     lock            whose it is, while it is trained
     bad-pictures-N.txt  pictures that process N could not read, if any
+    left-out.json   batches that no update takes any more, if the run diverged
+    undone/         checkpoints that it went back behind then
+    diverged/       what there is to know where that did not help
     damaged/        checkpoints that were found not to be whole, if any
     programs/       of a deterministic run on GPU: what was compiled
 

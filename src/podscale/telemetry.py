@@ -22,6 +22,7 @@ from podscale.report import page
 from podscale.report.counting import PLAIN_EVERY_S
 from podscale.run import Run, to_json, whole_lines, write_atomically
 from podscale.stragglers import Straggler
+from podscale.streak import Streak
 from podscale.until import Until
 
 
@@ -134,6 +135,7 @@ class Teller:
         past = [line for line in run.metrics() if line["step"] <= start] if start else []
         self._evals = [line for line in past if line["event"] == "eval"]
         self._earlier_s = _session_seconds(past)
+        self.streak = Streak(plan.recipe.train.bad_updates, past)
         self._waiting: tuple[range, Any] | None = None
         self._images = 0
         self._journal: Journal | None = None
@@ -165,6 +167,7 @@ class Teller:
         for i, step in enumerate(done):
             values = {name: float(column[i]) for name, column in found._asdict().items()}
             self._write("train", step + 1, **values, images_per_s=rate)
+            self.streak.saw(step, skipped=bool(values["skipped"]))
         if self._display:
             self._display.show(done.stop, self._line(done.stop, values, rate))
 

@@ -17,6 +17,7 @@ from podscale import peers
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
+from podscale.divergence import WentBackError, answered, kept, left_out
 from podscale.errors import PreemptedError, UserError
 from podscale.faults import OddReplicaError, Replicas, Stop
 from podscale.forecast import chips, choice
@@ -41,6 +42,7 @@ from podscale.report.counting import counting
 from podscale.report.words import table
 from podscale.run import Claim, Run, versions, write_atomically
 from podscale.stragglers import Stragglers
+from podscale.streak import RunawayError
 from podscale.telemetry import Ledger, Teller
 from podscale.until import Until
 from podscale.watchdog import Watchdog
@@ -78,6 +80,8 @@ def train(
             if returns > MOST_RETURNS:
                 raise UserError(f"{error}, and not for the first time; have that device looked after") from None
             _warn(console, f"{error}; going back to the last checkpoint")
+        except WentBackError as error:
+            _warn(console, str(error))
 
 
 def _session(
@@ -104,7 +108,7 @@ def _session(
     console.print(table("plan", [*job.plan.rows(), *choice.told(job.choice), *_decoding(facts)]))
     if beginning:
         console.print(beginning.told(), highlight=False, markup=False)
-    with claim, Checkpoints(run.checkpoints, job.plan.keep, about=facts) as checkpoints:
+    with claim, Checkpoints(run.checkpoints, kept(job.plan), about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, beginning, checkpoints, console)
         teller = Teller(run, job.plan, ledger, console, start, until, _forecast(job))
@@ -112,8 +116,10 @@ def _session(
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
         try:
-            with Stop() as stop, peers.together(PreemptedError, OddReplicaError):
+            with Stop() as stop, peers.together(PreemptedError, OddReplicaError, RunawayError):
                 return _train_from(start, job, checkpoints, teller, stop)
+        except RunawayError as error:
+            raise answered(error, job, run, checkpoints) from None
         finally:
             teller.close()
 
@@ -190,8 +196,8 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
     calls, evals, saves = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), teller.console.status("compiling"):
         call, evaluate, stragglers = compiled_step(job, teller.run), Evaluator(job, teller.run), Stragglers()
-    watchdog = Watchdog(plan.timeout_s, teller.run.folder)
-    with train_batches(job, calls) as batches, watchdog, stragglers:
+    data, watchdog = train_batches(job, calls, left_out(teller.run.folder)), Watchdog(plan.timeout_s, teller.run.folder)
+    with data as batches, watchdog, stragglers:
         teller.begin()
         for number, done in enumerate(calls):
             watchdog.passed(done.start, "load, train")
@@ -207,11 +213,13 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
             saving = done.stop in saves or asked
             with ledger.measure("check"):
                 replicas.check(done.stop, state, now=saving)
+            teller.streak.check(state)
             if not saving:
                 continue
             watchdog.passed(done.start, "train, evaluate, save")
             with ledger.measure("train"):
                 teller.catch_up()
+            teller.streak.check(state)
             accuracy = None
             if done.stop in evals:
                 with ledger.measure("evaluate"):

@@ -245,6 +245,19 @@ def data_index(arguments: argparse.Namespace) -> Any:
     return found
 
 
+def data_check(arguments: argparse.Namespace) -> Any:
+    from podscale.data.check import check
+    from podscale.report import data_words
+    from podscale.report.counting import counting
+
+    console = _console(arguments)
+    with counting(console) as progress:
+        found = check(arguments.path, arguments.source, progress)
+    data_words.show_check(found, console)
+    arguments.code = 0 if found["clean"] else 1
+    return found
+
+
 def data_prepare(arguments: argparse.Namespace) -> Any:
     from podscale.data.prepare import Settings, prepare
     from podscale.report import data_words

@@ -75,6 +75,43 @@ def open_files(kind: str, root: Path, progress: Progress | None = None) -> tuple
     return _files(kind, root, kept.train), _files(kind, root, kept.val), kept.classes
 
 
+def listed(
+    kind: str, root: Path, progress: Progress | None = None
+) -> tuple[dict[str, Files], tuple[str, ...], list[tuple[str, str, str]]]:
+    """All samples, without a look at any: the files by split, which are not measured, and the names of the classes.
+
+    Places that cannot be scanned are left out, and told: split, place, and why.
+    """
+    _check_whole(root)
+    form, found, left_out = FORMATS[kind], FORMATS[kind].find(root), list[tuple[str, str, str]]()
+
+    def scanned(place: str) -> Part | str:
+        try:
+            return form.scan(os.path.join(root, place))
+        except UserError as error:
+            return str(error)
+
+    parts: dict[str, dict[str, Part]] = {}
+    with ThreadPoolExecutor(THREADS, "podscale-scan") as pool:
+        for split, places in found.places.items():
+            parts[split] = {}
+            for place, part in zip(places, pool.map(scanned, places), strict=True):
+                if isinstance(part, str):
+                    left_out.append((split, os.path.join(root, place), part))
+                else:
+                    parts[split][place] = part
+                if progress is not None:
+                    progress("files" if form.packed else "folders", len(parts[split]), len(places))
+            if not parts[split]:
+                raise UserError(left_out[0][2])
+    try:
+        classes, labels = resolved(found, {split: list(of_split.values()) for split, of_split in parts.items()})
+    except UserError as error:
+        raise (UserError(left_out[0][2]) if left_out else error) from None  # what was left out may be all that is wrong
+    tables_ = {split: _table(tuple(parts[split]), list(parts[split].values()), labels[split]) for split in SPLITS}
+    return {split: _files(kind, root, table) for split, table in tables_.items()}, classes, left_out
+
+
 def _check_whole(root: Path) -> None:
     """Refuses what is only partly prepared; it would pass for a smaller data set."""
     try:

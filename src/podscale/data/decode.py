@@ -69,6 +69,10 @@ def decoder() -> str:
     return "native"
 
 
+class TooLargeError(UserError):
+    """A picture whose header asks for more pixels than are ever allocated."""
+
+
 @dataclass(frozen=True)
 class Header:
     """What the first bytes say: width and height after orientation (EXIF's 1 to 8)."""
@@ -173,7 +177,8 @@ class _naming:  # noqa: N801 (reads as a verb: with _naming(file))
         # A damaged file can make a decoder raise nearly anything; there is no list of what to expect.
         if isinstance(error, Exception) and not isinstance(error, UserError):
             why = str(error).rstrip(".") or type(error).__name__
-            raise UserError(f"cannot read {self.name}: {why}; replace or remove it") from error
+            refusal = TooLargeError if isinstance(error, _TooManyPixelsError) else UserError
+            raise refusal(f"cannot read {self.name}: {why}; replace or remove it") from error
 
 
 class _Jpeg(JpegImageFile):
@@ -203,11 +208,15 @@ def _open(file: IO[bytes]) -> ImageFile:
     return picture
 
 
+class _TooManyPixelsError(ValueError):
+    pass
+
+
 def _check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise ValueError(f"its header says {width}x{height} pixels")
     if width * height > MAX_PIXELS:
-        raise ValueError(f"its header says {width}x{height} pixels, more than {MAX_PIXELS}")
+        raise _TooManyPixelsError(f"its header says {width}x{height} pixels, more than {MAX_PIXELS}")
 
 
 def _header(picture: ImageFile) -> Header:

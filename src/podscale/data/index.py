@@ -5,6 +5,7 @@ the same number is the same picture on every host, since files are sorted by cla
 Pictures live in memory (`images`) or in files (`read`, `sources`), of which only a table is kept.
 """
 
+import math
 import os
 import zipfile
 import zlib
@@ -266,11 +267,27 @@ def _npz_arrays(file: Path) -> dict[str, NDArray]:
             loaded = np.load(opened, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 raise ValueError("one bare array")
+            _check_npz_bytes(loaded.zip)
             return {key: loaded[key] for key in loaded.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive can raise nearly anything; there is no list of what to expect
+        why = str(error) or type(error).__name__
         raise UserError(
-            f"{file} is not a readable .npz file of plain arrays ({error}); write it with np.savez"
+            f"{file} is not a readable .npz file of plain arrays ({why}); write it with np.savez"
         ) from error
+
+
+def _check_npz_bytes(archive: zipfile.ZipFile) -> None:
+    """Refuses arrays that claim to be larger than what is stored of them, or than this machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sum(member.file_size for member in archive.infolist()) > memory:
+        raise ValueError("its arrays have more bytes than this machine has memory")
+    for member in archive.infolist():
+        with archive.open(member) as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, kind = read(file)
+        if not kind.hasobject and math.prod(shape) * kind.itemsize > member.file_size:
+            raise ValueError(f"{member.filename} claims to have shape {shape}, but has {member.file_size} bytes")
 
 
 def _npz_index(file: Path, arrays: dict[str, NDArray], prefixes: tuple[str, ...]) -> Index:

@@ -26,7 +26,7 @@ from podscale.data import cropping, randaugment
 from podscale.data.bad import UNREADABLE, BadPictures
 from podscale.data.blocks import Blocks, eval_blocks
 from podscale.data.index import Index
-from podscale.data.order import Order, crop_boxes, eval_boxes
+from podscale.data.order import Order, batches_at, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
 from podscale.plan import Plan
 from podscale.recipe import Recipe
@@ -52,18 +52,21 @@ def train_batches(
     ranges: Sequence[range],
     sharding: NamedSharding,
     *,
+    left_out: Sequence[range] = (),
     threads: int | None = None,
     depth: int = 2,
 ) -> "Batches":
     """One batch for each range of absolute steps: images [steps_per_call, micro_batches, batch / micro_batches, ...].
 
     `sharding` cuts axis 2 alone; the plan says which positions each device owns. Steps past a range's end are zeros.
+    `left_out` are batches that no step takes.
     """
     recipe = plan.recipe
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     shards = Blocks(sharding, plan.batch_shape, axis=2)
     bad = BadPictures(index, recipe.data.lanes, recipe.data.bad_share)
-    return Batches(ranges, _TrainJob(index, recipe, order, shards, _positions(plan, shards), bad), threads, depth)
+    job = _TrainJob(index, recipe, order, left_out, shards, _positions(plan, shards), bad)
+    return Batches(ranges, job, threads, depth)
 
 
 def eval_batches(
@@ -129,6 +132,7 @@ class _TrainJob:
     index: Index
     recipe: Recipe
     order: Order
+    left_out: Sequence[range]
     shards: Blocks
     positions: NDArray[np.int64]  # [blocks, micro-batches, images]
     bad: BadPictures
@@ -139,7 +143,7 @@ class _TrainJob:
 
     def samples(self, steps: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Samples and lane passes [blocks, steps, micro-batches, images]."""
-        return self.order.at(np.array(steps)[:, None, None], self.positions[:, None])
+        return self.order.at(batches_at(np.array(steps), self.left_out)[:, None, None], self.positions[:, None])
 
     def ahead(self, steps: range) -> NDArray[np.int64]:
         return self.samples(steps)[0].ravel()

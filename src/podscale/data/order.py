@@ -8,7 +8,7 @@ Crops and flips are keyed by (seed, lane pass, sample).
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,6 +66,18 @@ class Order:
         for (of_lane, of_pass), chosen in zip(streams.T, np.split(by_stream, np.cumsum(counts)[:-1]), strict=True):
             flat[chosen] = of_lane + self.lanes * self._permutation(int(of_lane), int(of_pass))[places[chosen]]
         return sample, lane_pass
+
+
+def batches_at(steps: NDArray[np.int64], left_out: Iterable[range]) -> NDArray[np.int64]:
+    """The numbers of the batches that these steps take, where some batches are left out: later ones move up.
+
+    >>> batches_at(np.array([3, 4, 5]), [range(4, 10)]).tolist()
+    [3, 10, 11]
+    """
+    numbers = np.array(steps, np.int64)
+    for gap in sorted(left_out, key=lambda gap: gap.start):
+        numbers += len(gap) * (numbers >= gap.start)
+    return numbers
 
 
 def _check(order: Order) -> None:

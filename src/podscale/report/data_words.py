@@ -7,6 +7,7 @@ from rich.console import Console
 from podscale.report.words import table
 
 FIRST_CLASSES = 5
+FIRST_FINDINGS = 20
 FIRST_WAYS = 6
 
 
@@ -27,6 +28,29 @@ def show_survey(found: dict[str, Any], console: Console) -> None:
         ]
     how = "kept from before and up to date" if found["kept"] else "scanned"
     rows.append(("index", f"{how}, {found['seconds']:.2f} s"))
+    console.print(table(found["path"], rows))
+
+
+def show_check(found: dict[str, Any], console: Console) -> None:
+    """What is wrong with a data set, kind by kind; then how much was looked at."""
+    for kind, count in found["counts"].items():
+        console.print(f"{kind}: {count:,}", style="bold red", highlight=False)
+        all_ = [finding["why"] for finding in found["findings"] if finding["kind"] == kind]
+        for why in all_[:FIRST_FINDINGS]:
+            console.print(f"  {why}", highlight=False, markup=False)
+        if count > FIRST_FINDINGS:
+            console.print(f"  and {count - FIRST_FINDINGS:,} more, which --json names", highlight=False)
+    for split, balance in found["classes"].items():
+        if balance["uneven"]:
+            (few, fewest), (many, most) = balance["fewest"], balance["most"]
+            told = f"{split}: {most:,} pictures of {many}, but {fewest:,} of {few}"
+            console.print(f"uneven classes in {told}", highlight=False, markup=False)
+    total, pictures = sum(found["pictures"].values()), found["pictures"].items()
+    rows = [
+        ("looked at", ", ".join(f"{count:,} {split}" for split, count in pictures)),
+        ("found", "nothing wrong" if found["clean"] else f"{len(found['findings']):,} things that are wrong"),
+        ("time", f"{found['seconds']:.1f} s, {total / max(found['seconds'], 1e-9):,.0f} pictures/s"),
+    ]
     console.print(table(found["path"], rows))
 
 

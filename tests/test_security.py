@@ -1,0 +1,267 @@
+"""Nothing that is read is ever run: what the source may not call, and malicious files for every reader."""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+import zipfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podscale import cli
+from podscale import recipe as recipes
+from podscale.checkpoint import Checkpoints, DamagedError
+from podscale.data.index import open_index
+from podscale.errors import UserError
+from podscale.models.torchvision import read_tensors
+
+SOURCE = Path(__file__).parents[1] / "src"
+# Modules that run what they read, or that would make it easy.
+BANNED = {
+    "pickle",
+    "cPickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "jsonpickle",
+    "yaml",
+    "code",
+    "imp",
+}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "yaml.load"}
+
+
+# --- the source ------------------------------------------------------------------------------------------------------
+
+
+def dotted(node):
+    """`a.b.c` as text; empty for anything else."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def keyword(call, name):
+    value = next((word.value for word in call.keywords if word.arg == name), None)
+    return value.value if isinstance(value, ast.Constant) else None
+
+
+def complaints(text):
+    """Everything in a piece of source that may run what it reads."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [f"imports {name}" for name in names if name.partition(".")[0] in BANNED]
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        if name in BANNED_CALLS:
+            found.append(f"calls {name}")
+        if name in ("np.load", "numpy.load") and keyword(node, "allow_pickle") is not False:
+            found.append("calls np.load without allow_pickle=False")
+        if name == "torch.load" and keyword(node, "weights_only") is not True:
+            found.append("calls torch.load without weights_only=True")
+        if keyword(node, "shell") is True:
+            found.append(f"gives {name} a shell")
+    return found
+
+
+def test_the_source_never_runs_what_it_reads():
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 50
+    assert {str(path): found for path in files if (found := complaints(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import pickle", "imports pickle"),
+        ("from joblib import load", "imports joblib"),
+        ("x = eval('1')", "calls eval"),
+        ("np.load(file)", "without allow_pickle=False"),
+        ("np.load(file, allow_pickle=True)", "without allow_pickle=False"),
+        ("torch.load(file, weights_only=False)", "without weights_only=True"),
+        ("subprocess.run(text, shell=True)", "a shell"),
+    ],
+)
+def test_the_search_finds_what_it_looks_for(text, words):
+    (found,) = complaints(text)
+    assert words in found
+    assert complaints("model.eval(); np.load(file, allow_pickle=False); torch.load(f, weights_only=True)") == []
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def harm(tmp_path):
+    """An object whose pickle leaves a file behind wherever it is loaded, and that file."""
+    sign = tmp_path / "it-ran"
+
+    class Harm:
+        def __reduce__(self):
+            return os.system, (f"touch {sign}",)
+
+    pickle.loads(pickle.dumps(Harm()))  # it does what it should
+    assert sign.exists()
+    sign.unlink()
+    return Harm(), sign
+
+
+def refused(arguments, capfd):
+    """The sentence by which a command refuses."""
+    assert cli.main([str(word) for word in arguments]) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1, said
+    assert said[0].startswith("podscale: ")
+    return said[0]
+
+
+def test_a_pickle_inside_an_npz_is_refused(tmp_path, harm, capfd):
+    evil, sign = harm
+    path = tmp_path / "data.npz"
+    labels = np.zeros(4, int)
+    np.savez(path, train_images=np.array([evil] * 4), train_labels=labels, val_images=labels, val_labels=labels)
+    said = refused(["train", "digits", "--data.source", "npz", "--data.path", path, "--run", tmp_path / "run"], capfd)
+    assert "not a readable .npz file of plain arrays" in said
+    assert not sign.exists()
+
+
+def npy(shape, kind="|u1", data=b""):
+    held = io.BytesIO()
+    np.lib.format.write_array_header_1_0(held, {"descr": kind, "fortran_order": False, "shape": shape})
+    return held.getvalue() + data
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (npy((2**40,)), "claims to have shape"),
+        (npy((2**62, 2**62)), "claims to have shape"),
+        (npy((2, 2), data=bytes(3)), "expected 4 bytes got 3"),
+        (b"\x93NUMPY\x01\x00\xff\xff{", "EOF"),
+        (b"not an array", "magic"),
+    ],
+)
+def test_arrays_that_claim_more_than_they_have_are_refused_before_they_are_made(tmp_path, member, words):
+    path = tmp_path / "data.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train_images.npy", member)
+    with pytest.raises(UserError, match=words):
+        open_index(recipes.Data(source="npz", path=str(path)))
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt"])
+def test_a_pickle_in_place_of_a_state_dict_is_refused(tmp_path, harm, suffix):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: state dicts cannot be read at all")
+    evil, sign = harm
+    path = tmp_path / f"weights{suffix}"
+    for write in (
+        lambda: torch.save({"conv1.weight": torch.zeros(1), "evil": evil}, path),
+        lambda: path.write_bytes(pickle.dumps({"conv1.weight": evil})),
+    ):
+        write()
+        with pytest.raises(UserError, match="is not a readable torch state dict"):
+            read_tensors(path)
+        assert not sign.exists()
+
+
+@pytest.mark.parametrize("content", ["pickle", "zip"])
+def test_a_state_dict_needs_torch_or_is_refused(tmp_path, harm, content):
+    """Also where PyTorch is not installed, nothing else may take its place."""
+    evil, sign = harm
+    path = tmp_path / "weights.pth"
+    if content == "pickle":
+        path.write_bytes(pickle.dumps({"conv1.weight": evil}))
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"conv1.weight": evil}))
+    with pytest.raises(UserError, match=r"needs PyTorch|not a readable torch state dict"):
+        read_tensors(path)
+    assert not sign.exists()
+
+
+def safetensors(header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(**changes):
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        safetensors(entry(), bytes(8), length=2**62),
+        safetensors(entry(), bytes(8), length=2**27),
+        safetensors(entry(), bytes(4)),
+        safetensors(entry(), bytes(80)),
+        safetensors(entry(shape=[2**40]), bytes(8)),
+        safetensors(entry(shape=[2**63, 2**63]), bytes(8)),
+        safetensors(entry(data_offsets=[0, 2**60]), bytes(8)),
+        safetensors(entry(data_offsets=[8, 0]), bytes(8)),
+        safetensors(entry(dtype="O"), bytes(8)),
+        safetensors(entry() | {"b": entry()["a"]}, bytes(8)),
+        safetensors(b"{" * 100_000),
+        pickle.dumps({"a": 1}),
+        b"",
+    ],
+)
+def test_safetensors_with_a_header_that_lies_are_refused(tmp_path, content):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is not a readable safetensors file"):
+        read_tensors(path)
+
+
+def test_foreign_files_among_checkpoints_are_left_alone(tmp_path, harm):
+    evil, sign = harm
+    folder, state = tmp_path / "checkpoints", {"w": jnp.arange(4.0)}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(5, state)
+    foreign = {"6.pkl": pickle.dumps(evil), "5/evil.pkl": pickle.dumps(evil), "5/default/evil.npy": b"\x93NUMPY"}
+    for name, data in foreign.items():
+        (folder / name).write_bytes(data)
+    (folder / "seven").mkdir()
+    (folder / "..part").mkdir()
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.newest() == 5
+        np.testing.assert_array_equal(checkpoints.restore(5, state)["w"], np.arange(4.0))
+    assert not sign.exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves its event loops open
+@pytest.mark.parametrize("name", ["_METADATA", "_sharding", "manifest.ocdbt", "_CHECKPOINT_METADATA"])
+def test_a_pickle_in_place_of_a_checkpoints_own_files_is_not_run(tmp_path, harm, name):
+    evil, sign = harm
+    folder, state = tmp_path / "checkpoints", {"w": jnp.arange(4.0)}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(5, state)
+    for path in folder.rglob(name):
+        path.write_bytes(pickle.dumps(evil))
+    with contextlib.suppress(DamagedError), Checkpoints(folder, read_only=True) as checkpoints:
+        np.testing.assert_array_equal(checkpoints.restore(5, state)["w"], np.arange(4.0))  # or it was not needed
+    assert not sign.exists()
+
+
+def test_a_recipe_is_data_and_never_code(tmp_path, capfd):
+    path = tmp_path / "mine.toml"
+    path.write_text("__import__('os').system('touch it-ran')")
+    assert "is not valid TOML" in refused(["train", path], capfd)
+    path.write_text("[model]\nname = \"__import__('os')\"")
+    assert "no model" in refused(["train", path, "--run", tmp_path / "run"], capfd).replace("there is ", "")
+    assert not (tmp_path / "it-ran").exists()
+    assert "mine" not in sys.modules
