@@ -21,13 +21,15 @@ VERBS = [
     ("eval",),
     ("predict",),
     ("export",),
+    ("report",),
+    ("doctor",),
     ("plan",),
     ("recipes",),
     ("bench",),
     ("bench", "step"),
     ("data",),
 ]
-VERBS += [("bench", "input"), ("data", "index"), ("data", "prepare")]
+VERBS += [("bench", "input"), ("data", "index"), ("data", "show"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 
@@ -303,7 +305,8 @@ MISTAKES = [
     (("data", "index"), "PATH"),
     (("data", "index", "nowhere"), "there is no folder nowhere"),
     (("data", "index", "file.txt"), "file.txt is a file"),
-    (("data", "index", ".", "--source", "npz"), "invalid choice: 'npz'"),
+    (("data", "index", ".", "--source", "zip"), "invalid choice: 'zip'"),
+    (("data", "prepare", ".", "to", "--source", "npz"), "invalid choice: 'npz'"),
     (("data", "prepare", "nowhere"), "DST"),
     (("data", "prepare", "nowhere", "to"), "there is no folder nowhere"),
     (("data", "prepare", ".", "."), "holds neither train/CLASS/FILE"),

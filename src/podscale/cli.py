@@ -128,6 +128,7 @@ def _options() -> list[str]:
     )
     own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
     own += " --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
+    own += " --track --path --split --step"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -150,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--allow-changed", metavar="WHAT", default="", help=text)
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
 
+    text = "tell wandb or mlflow of the run, too, or both, by commas (TensorBoard's files are always written)"
+    train.add_argument("--track", metavar="NAMES", default="", help=text)
     text = "weights to begin from: a run's folder, .safetensors, or torchvision's .pth; the same as --model.init"
     train.add_argument("--init", dest="model.init", default=argparse.SUPPRESS, metavar="WEIGHTS", help=text)
     text = "layers that stay as they are, such as body, which is all but the head; the same as --model.freeze"
@@ -172,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "safetensors, stablehlo, onnx or torchvision (default: by the file's ending)"
     export.add_argument("--format", default="", metavar="FORMAT", help=text)
     _takes_checkpoint(export)
+
+    _looking_verbs(verbs)
 
     plan = _verb(
         verbs, "plan", do.plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
@@ -198,14 +203,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _looking_verbs(verbs: Any) -> None:
+    text = "write a run's report, or compare several runs on one page"
+    report = _verb(verbs, "report", do.report, text, "report runs/one runs/other --to comparison.html")
+    report.add_argument("runs", nargs="*", metavar="RUN", help="runs' folders (default: the newest under runs/)")
+    text = "where a comparison is written (default: comparison.html)"
+    report.add_argument("--to", default="", metavar="FILE.html", help=text)
+
+    text = "say what this machine can do, and what will hold a run back, in under a minute"
+    doctor = _verb(verbs, "doctor", do.doctor, text, "doctor --path /data")
+    text = "a folder on the disk to measure; nothing stays in it (default: here)"
+    doctor.add_argument("--path", default=".", metavar="DIR", help=text)
+    _takes_machine(doctor)
+
+
 def _data_verbs(verbs: Any) -> None:
     example = "example: podscale data prepare PHOTOS PREPARED"
     data = verbs.add_parser("data", help="look at a data set, or prepare it", epilog=example, allow_abbrev=False)
     kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
 
     index = _verb(kinds, "index", do.data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
-    index.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
-    _takes_source(index)
+    index.add_argument("path", metavar="PATH", help="a folder of pictures, of shards, or of CIFAR; or an .npz file")
+    _takes_source(index, ("npz", "cifar", "mnist"))
+
+    text = "draw what the model will see: a sheet of samples, cropped, mirrored and mixed as in training"
+    show = _verb(kinds, "show", do.data_show, text, "data show imagefolder --data.path PHOTOS --to samples.png")
+    show.add_argument("recipe", nargs="?", default="imagefolder", metavar="RECIPE", help="a recipe's name or TOML file")
+    show.add_argument("--to", default="samples.png", metavar="FILE.png", help="where to draw (default: samples.png)")
+    show.add_argument("--split", choices=("train", "val"), default="train", metavar="train|val", help="of which split")
+    show.add_argument("--images", type=int, default=48, metavar="N", help="how many samples (default: 48)")
+    show.add_argument("--step", type=int, default=0, metavar="N", help="the update whose batch is drawn (default: 0)")
+    _takes_fields(show, SECTIONS.items())
 
     text = "write a data set again, so that training reads it faster: without loss, unless told otherwise"
     prepare = _verb(kinds, "prepare", do.data_prepare, text, "data prepare PHOTOS PREPARED --longest 400")
@@ -219,9 +247,9 @@ def _data_verbs(verbs: Any) -> None:
     _takes_source(prepare)
 
 
-def _takes_source(parser: argparse.ArgumentParser) -> None:
+def _takes_source(parser: argparse.ArgumentParser, more: tuple[str, ...] = ()) -> None:
     text = "what the folder holds (default: what is found in it)"
-    kinds = ("folder", "tar", "tfrecord", "parquet")
+    kinds = ("folder", "tar", "tfrecord", "parquet", *more)
     parser.add_argument("--source", choices=kinds, default="", metavar="|".join(kinds), help=text)
 
 

@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
 
+from podscale.errors import UserError
+from podscale.fields import add_choice
 from podscale.recipe import Optimizer, Recipe
 
 # --- schedules ---------------------------------------------------------------------------------------------------
@@ -73,8 +75,25 @@ def schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedu
 def optimizer(recipe: Recipe, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """The recipe's update rule. Its state is a tree of arrays; momentum has the shape and dtype of its parameter."""
     wanted = recipe.optimizer
-    rule = {"lars": _lars, "sgd": _sgd, "adamw": _adamw}[wanted.name](wanted, learning_rate)
+    rule = RULES[wanted.name](wanted, learning_rate)
     return optax.chain(optax.clip_by_global_norm(wanted.clip_norm), rule) if wanted.clip_norm else rule
+
+
+Rule = Callable[[Optimizer, optax.ScalarOrSchedule], optax.GradientTransformation]
+
+
+def register(name: str) -> Callable[[Rule], Rule]:
+    """Makes the decorated rule available to recipes under `name`: from the recipe's section and the learning rate, a
+    transformation whose state is a tree of arrays."""
+
+    def add(rule: Rule) -> Rule:
+        if name in RULES:
+            raise UserError(f"there is already an optimizer {name!r}; choose another name")
+        RULES[name] = rule
+        add_choice("optimizer.name", name)
+        return rule
+
+    return add
 
 
 def adapted(params: Any, skip: tuple[str, ...]) -> Any:
@@ -173,3 +192,6 @@ def _trust(wanted: Optimizer, g: jax.Array, w: jax.Array) -> jax.Array:
 
 def _norm(x: jax.Array) -> jax.Array:
     return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())
+
+
+RULES: dict[str, Rule] = {"lars": _lars, "sgd": _sgd, "adamw": _adamw}
