@@ -23,6 +23,7 @@ VERBS = [
     ("export",),
     ("report",),
     ("doctor",),
+    ("completion",),
     ("plan",),
     ("recipes",),
     ("bench",),

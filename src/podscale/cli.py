@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
+from podscale import completion
 from podscale import verbs as do
 from podscale.errors import PreemptedError, UserError, nearest
 from podscale.options import Options, PodOptions
@@ -30,7 +31,7 @@ def run() -> NoReturn:
     """The program: runs a verb and ends the process."""
     _heed_interrupts()
     try:
-        code = main()
+        code = _complete(sys.argv[2:]) if sys.argv[1:2] == ["complete"] else main()
     except Exception:
         traceback.print_exc()
         code = 1
@@ -39,6 +40,12 @@ def run() -> NoReturn:
     if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
         os._exit(code)
     sys.exit(0)
+
+
+def _complete(words: list[str]) -> int:
+    """The shell asks what may come next; what it hands over need not parse."""
+    print(*completion.candidates(_parser(), words), sep="\n")
+    return 0
 
 
 def _heed_interrupts() -> None:
@@ -215,6 +222,10 @@ def _looking_verbs(verbs: Any) -> None:
     text = "a folder on the disk to measure; nothing stays in it (default: here)"
     doctor.add_argument("--path", default=".", metavar="DIR", help=text)
     _takes_machine(doctor)
+
+    text = "print what a shell needs to complete commands"
+    shell = _verb(verbs, "completion", do.show_completion, text, "completion bash >> ~/.bashrc")
+    shell.add_argument("shell", choices=tuple(completion.SCRIPTS), metavar="bash|zsh|fish", help="which shell")
 
 
 def _data_verbs(verbs: Any) -> None:

@@ -197,6 +197,15 @@ def bench_input(arguments: argparse.Namespace) -> Any:
     return found
 
 
+def show_completion(arguments: argparse.Namespace) -> Any:
+    from podscale.completion import SCRIPTS
+
+    script = SCRIPTS[arguments.shell]
+    if not arguments.json:
+        print(script, end="")
+    return {"shell": arguments.shell, "script": script}
+
+
 def doctor(arguments: argparse.Namespace) -> Any:
     from podscale.doctor.examine import examine, rows
     from podscale.report import words
