@@ -57,8 +57,8 @@ def kind_of(root: Path, said: str = "") -> str:
         raise UserError(f"{root} can be read as {' and as '.join(kinds)}; choose one with --source")
     if not kinds:
         raise UserError(
-            f"{root} holds neither {folder.LAYOUT} nor shards of both splits (train*, val*) in tar, tfrecord or "
-            "parquet files; check the path, or say with --source what it should hold"
+            f"{root} holds neither {folder.LAYOUT}, nor CLASS/FILE alone, nor shards of both splits (train*, val*) "
+            "in tar, tfrecord or parquet files; check the path, or say with --source what it should hold"
         )
     return kinds[0]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from podscale import recipe
 from podscale.data import catalog
-from podscale.data.containers import raw
+from podscale.data.containers import folder, raw
 from podscale.data.files import Progress
 from podscale.data.index import Index, open_index
 from podscale.data.table import SPLITS, Strings
@@ -39,6 +39,7 @@ def survey(path: str, kind: str = "", progress: Progress | None = None) -> dict[
         "path": path,
         "source": kind,
         "classes": list(splits.classes),
+        "unsplit": kind == "folder" and bool(folder.unsplit_classes(Path(path))),
         "splits": {split: _facts(getattr(splits, split), len(splits.classes)) for split in SPLITS},
         "kept": not scanned,
         "seconds": seconds,

@@ -27,6 +27,8 @@ def show_survey(found: dict[str, Any], console: Console) -> None:
             ("", sizes),
             *([("", kinds)] if kinds else []),
         ]
+    if found["unsplit"]:
+        rows.append(("split", "there are no folders train and val: every fifth picture of a class validates"))
     how = "kept from before and up to date" if found["kept"] else "scanned"
     rows.append(("index", f"{how}, {found['seconds']:.2f} s"))
     if any(facts["extensions"] for facts in found["splits"].values()):
