@@ -1,5 +1,6 @@
 """Trackers and callbacks: real libraries in their offline modes, and real trainings."""
 
+import functools
 import importlib.util
 import json
 
@@ -113,18 +114,33 @@ class Notes:
         return event.kind == "eval" and event.step == self.stop_after
 
 
-def test_callbacks_and_trackers_hear_everything_and_may_end_it(tmp_path, monkeypatch):
+@pytest.fixture
+def trained(tmp_path):
+    """Trains in one folder, with what it is given."""
+    recipe = recipes.load("digits").override({"train.epochs": 4, "train.eval_epochs": 1, "model.width": 4})
+    pod, console = podscale.find_pod(virtual="1x1"), Console(quiet=True)
+    return functools.partial(podscale.train, recipe, pod=pod, folder=tmp_path / "run", console=console)
+
+
+def test_a_callback_that_raises_ends_the_run_which_has_its_page_by_then_and_goes_on(trained, tmp_path):
+    def fail(event):
+        if event.kind == "train" and event.step == 14:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        trained(callbacks=[fail])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "not at its end when this page was written" in page
+    assert "By the evaluation after step 12" in page
+    heard = Notes(stop_after=23)
+    assert trained(callbacks=[heard])["steps"] == 23
+    assert heard.events[0].step == 12
+
+
+def test_callbacks_and_trackers_hear_everything_and_may_end_it(trained, tmp_path, monkeypatch):
     notes, heard = Notes(), Notes(stop_after=23)
     monkeypatch.setitem(trackers.TRACKERS, "notes", lambda _: notes)
-    recipe = recipes.load("digits").override({"train.epochs": 4, "train.eval_epochs": 1, "model.width": 4})
-    summary = podscale.train(
-        recipe,
-        pod=podscale.find_pod(virtual="1x1"),
-        folder=tmp_path / "run",
-        console=Console(quiet=True),
-        callbacks=[heard],
-        track=["notes"],
-    )
+    summary = trained(callbacks=[heard], track=["notes"])
     assert summary["steps"] == 23
     assert heard.events == notes.events
     assert notes.closed == 1
