@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-slow asan-native check bench clean
+.PHONY: train test test-slow asan-native check docs bench clean
 
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
@@ -22,6 +22,9 @@ check: $(VENV)/.installed-dev ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev ## the documentation as a site, in build/site
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 bench: $(VENV)/.installed ## the training step on this machine
 	$(BIN)/podscale bench step

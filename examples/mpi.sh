@@ -11,7 +11,7 @@ for ((try = 0; ; try++)); do
     ${MPIRUN:-mpirun} --bind-to none podscale train "$@"
     code=$?
     case $code in
-        0 | 1 | 2 | 130) exit $code ;; # done; a bug; a mistake in the command; interrupted: the same again would not help
+        0 | 1 | 2 | 65 | 130) exit $code ;; # done; a bug; a mistake; no numbers; interrupted: the same again is no help
     esac
     if [ "$try" -ge "$MOST_RESTARTS" ]; then
         exit $code

@@ -16,7 +16,7 @@ MOST_RESTARTS=50
 srun --kill-on-bad-exit=1 podscale train "$@"
 code=$?
 case $code in
-    0 | 1 | 2 | 130) exit $code ;; # done; a bug; a mistake in the command; interrupted: the same again would not help
+    0 | 1 | 2 | 65 | 130) exit $code ;; # done; a bug; a mistake; no numbers; interrupted: the same again is no help
 esac
 if [ "${SLURM_RESTART_COUNT:-0}" -lt "$MOST_RESTARTS" ]; then
     echo "exit code $code: back to the queue (restart $((${SLURM_RESTART_COUNT:-0} + 1)) of at most $MOST_RESTARTS)"

@@ -22,6 +22,9 @@ VERBS = [
     ("eval",),
     ("predict",),
     ("export",),
+    ("report",),
+    ("doctor",),
+    ("completion",),
     ("plan",),
     ("recipes",),
     ("bench",),
@@ -29,7 +32,7 @@ VERBS = [
     ("data",),
 ]
 VERBS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum")]
-VERBS += [("data", "index"), ("data", "check"), ("data", "prepare")]
+VERBS += [("data", "index"), ("data", "check"), ("data", "show"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 
@@ -305,7 +308,8 @@ MISTAKES = [
     (("data", "index"), "PATH"),
     (("data", "index", "nowhere"), "there is no folder nowhere"),
     (("data", "index", "file.txt"), "file.txt is a file"),
-    (("data", "index", ".", "--source", "npz"), "invalid choice: 'npz'"),
+    (("data", "index", ".", "--source", "zip"), "invalid choice: 'zip'"),
+    (("data", "prepare", ".", "to", "--source", "npz"), "invalid choice: 'npz'"),
     (("data", "prepare", "nowhere"), "DST"),
     (("data", "prepare", "nowhere", "to"), "there is no folder nowhere"),
     (("data", "prepare", ".", "."), "holds neither train/CLASS/FILE"),

@@ -1,6 +1,7 @@
 """The documentation is true: its links lead somewhere, its code runs, its commands parse, its tables are the code's."""
 
 import ast
+import copy
 import dataclasses
 import doctest
 import fnmatch
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from podscale import cli, collectives, models, verbs
+from podscale import cli, collectives, fields, models, optim, trackers, verbs
 from podscale import recipe as recipes
+from podscale.data import catalog
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS
 from podscale.study import grid
@@ -94,6 +96,8 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(collectives, "STRATEGIES", dict(collectives.STRATEGIES))
     monkeypatch.setattr(models, "_builders", dict(models._builders))
+    for room, name in ((optim, "RULES"), (catalog, "FORMATS"), (trackers, "TRACKERS"), (fields, "ADDED")):
+        monkeypatch.setattr(room, name, copy.deepcopy(getattr(room, name)))
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -1,97 +1,53 @@
-"""The examples for schedulers do what they say: their commands parse, and they start again what is worth it."""
+"""The examples run as they are, each in a folder of its own."""
 
-import os
-import shlex
-import subprocess
+import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from podscale import cli, cluster, verbs
+from podscale import models
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
-
-
-def parsed(words):
-    """A `podscale` command as the program reads it."""
-    assert words[0] == "podscale"
-    arguments = cli._parse(words[1:])
-    verbs.recipe_of(arguments)
-    return arguments
 
 
 @pytest.fixture
-def machine(tmp_path):
-    """Runs a script where some programs are stand-ins that note how they were called and end as told."""
+def run_example(tmp_path, monkeypatch, capsys):
+    """Runs an example and gives what it says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "_builders", dict(models._builders))
 
-    def run(script, *arguments, programs, **environment):
-        for name, code in programs.items():
-            program = tmp_path / name
-            program.write_text(f'#!/bin/bash\necho "{name} ${{*@Q}}" >> {tmp_path}/calls\nexit {code}\n')
-            program.chmod(0o755)
-        done = subprocess.run(
-            [str(EXAMPLES / script), *arguments],
-            env={"PATH": f"{tmp_path}:{os.environ['PATH']}"} | environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return done.returncode, [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
 
     return run
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_opens_with_a_command_that_can_be_called(script):
-    assert os.access(script, os.X_OK)
-    usage = next(line for line in script.read_text().splitlines() if f"examples/{script.name}" in line)
-    assert parsed(["podscale", "train", *shlex.split(usage.partition(script.name)[2])]).recipe
+def test_training_from_python(run_example):
+    said = run_example("train_from_python.py")
+    assert "right after 68 steps" in said
+    assert "the loss went from 2.30" in said
+    assert "sample.png shows a" in said
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (69, True), (75, True), (137, True)])
-def test_the_slurm_job_goes_back_to_the_queue_after_faults_alone(machine, code, again):
-    programs = {"srun": code, "scontrol": 0}
-    ended, (start, *rest) = machine("slurm.sh", "digits", "--run", "a b", programs=programs, SLURM_JOB_ID="17")
-    assert ended == code
-    assert parsed(start[2:]).run == "a b"
-    assert rest == ([["scontrol", "requeue", "17"]] if again else [])
+def test_a_callback_that_stops(run_example):
+    said = run_example("callback.py")
+    summary = json.loads(Path("runs/patient/summary.json").read_text())
+    assert f"ended after {summary['steps']} steps" in said
+    assert said.count("best so far") == round(summary["steps"] / 11.23)
 
 
-def test_the_slurm_job_gives_up_at_last(machine):
-    _, calls = machine("slurm.sh", programs={"srun": 69, "scontrol": 0}, SLURM_JOB_ID="1", SLURM_RESTART_COUNT="50")
-    assert [call[0] for call in calls] == ["srun"]
+def test_a_model_of_ones_own(run_example):
+    assert "% right" in run_example("own_model.py")
+    assert "plain" in Path("runs/plain/recipe.toml").read_text()
 
 
-@pytest.mark.parametrize(("code", "tries"), [(0, 1), (2, 1), (69, 3), (75, 3)])
-def test_mpi_is_started_again_after_faults_alone(machine, code, tries):
-    ended, calls = machine("mpi.sh", "digits", programs={"mpirun": code}, MPIRUN="mpirun -n 4", MOST_RESTARTS="2")
-    assert ended == code
-    assert len(calls) == tries
-    assert parsed(calls[0][calls[0].index("podscale") :]).recipe == "digits"
-
-
-def test_the_tpu_machines_all_run_the_same_command(machine):
-    arguments = ["digits", "--data.path", "/mnt/a b", "--run", "/mnt/run"]
-    _, (call,) = machine("tpu-vm.sh", *arguments, programs={"gcloud": 0}, TPU="t", ZONE="z")
-    assert call[call.index("--worker") + 1] == "all"
-    found = parsed(shlex.split(call[call.index("--command") + 1]))
-    assert (getattr(found, "data.path"), found.run) == ("/mnt/a b", "/mnt/run")
-
-
-def test_the_jobset_says_what_its_pods_need_to_know():
-    described = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
-    (replicated,) = described["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    parsed(container["command"])
-    told = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert int(told["JAX_NUM_PROCESSES"]) == job["parallelism"] == job["completions"] > 1
-    assert job["completionMode"] == "Indexed"
-    assert container["ports"][0]["containerPort"] == cluster.KUBERNETES_PORT
-    (rule,) = job["podFailurePolicy"]["rules"]
-    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [cli.USER_ERROR])
-    assert rule["onExitCodes"]["containerName"] == container["name"]
-    assert described["spec"]["failurePolicy"]["maxRestarts"] > 0
+def test_ones_own_photos(run_example):
+    said = run_example("own_photos.py")
+    assert "100 pictures to learn from, of disc, square" in said
+    assert Path("samples.png").stat().st_size > 1000
+    assert Path("photos.safetensors").is_file()
+    assert "made-up-photos/val/disc/0.jpg: " in said

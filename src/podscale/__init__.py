@@ -23,6 +23,7 @@ _HOMES = {
     "planned": "podscale.memory",
     "Run": "podscale.run",
     "Until": "podscale.until",
+    "Event": "podscale.events",
     "evaluate": "podscale.inference",
     "predict": "podscale.inference",
     "restore": "podscale.inference",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
+from podscale import completion
 from podscale import verbs as do
 from podscale.errors import DivergedError, PreemptedError, UserError, nearest
 from podscale.options import Options, PodOptions
@@ -30,7 +31,7 @@ def run() -> NoReturn:
     """The program: runs a verb and ends the process."""
     _heed_interrupts()
     try:
-        code = main()
+        code = _complete(sys.argv[2:]) if sys.argv[1:2] == ["complete"] else main()
     except Exception as error:
         code = do.ended(do.failed(error), "")
     sys.stdout.flush()
@@ -38,6 +39,12 @@ def run() -> NoReturn:
     if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
         os._exit(code)
     sys.exit(0)
+
+
+def _complete(words: list[str]) -> int:
+    """The shell asks what may come next; what it hands over need not parse."""
+    print(*completion.candidates(_parser(), words), sep="\n")
+    return 0
 
 
 def _heed_interrupts() -> None:
@@ -141,6 +148,7 @@ def _options() -> list[str]:
     own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
     own += " --seeds --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
     own += " --strategies --bytes --no-tree --restarts --logs"
+    own += " --track --path --split --step"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
@@ -163,6 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--allow-changed", metavar="WHAT", default="", help=text)
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
 
+    text = "tell wandb or mlflow of the run, too, or both, by commas (TensorBoard's files are always written)"
+    train.add_argument("--track", metavar="NAMES", default="", help=text)
     text = "weights to begin from: a run's folder, .safetensors, or torchvision's .pth; the same as --model.init"
     train.add_argument("--init", dest="model.init", default=argparse.SUPPRESS, metavar="WEIGHTS", help=text)
     text = "layers that stay as they are, such as body, which is all but the head; the same as --model.freeze"
@@ -188,17 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--format", default="", metavar="FORMAT", help=text)
     _takes_checkpoint(export)
 
-    plan = _verb(
-        verbs, "plan", do.plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
-    )
-    _takes_recipe(plan, "digits")
-    plan.add_argument("--pod", metavar="KIND:RxC", default="", help="a pod that need not be here, such as v3:32x32")
-    plan.add_argument("--no-compile", dest="compile", action="store_false", help="predict only; compile nothing")
-    plan.add_argument("--published", action="store_true", help="the predictions beside published trainings")
-    plan.add_argument("--search", metavar="KIND[:CHIPS]", default="", help="find the pods that train soonest")
-    plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: spend no more")
-    plan.add_argument("--plot", metavar="FILE.svg", default="", help="draw how the recipe scales on this kind of chip")
+    _looking_verbs(verbs)
 
+    _takes_plan(verbs)
     _takes_rehearsal(verbs)
     _takes_study(verbs)
     _verb(verbs, "recipes", do.list_recipes, "list the recipes that come with podscale", "recipes")
@@ -214,6 +216,19 @@ def _parser() -> argparse.ArgumentParser:
     _takes_bench_sum(kinds)
     _data_verbs(verbs)
     return parser
+
+
+def _takes_plan(verbs: Any) -> None:
+    plan = _verb(
+        verbs, "plan", do.plan, "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
+    )
+    _takes_recipe(plan, "digits")
+    plan.add_argument("--pod", metavar="KIND:RxC", default="", help="a pod that need not be here, such as v3:32x32")
+    plan.add_argument("--no-compile", dest="compile", action="store_false", help="predict only; compile nothing")
+    plan.add_argument("--published", action="store_true", help="the predictions beside published trainings")
+    plan.add_argument("--search", metavar="KIND[:CHIPS]", default="", help="find the pods that train soonest")
+    plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: spend no more")
+    plan.add_argument("--plot", metavar="FILE.svg", default="", help="draw how the recipe scales on this kind of chip")
 
 
 def _takes_launch(verbs: Any) -> None:
@@ -232,14 +247,41 @@ def _takes_launch(verbs: Any) -> None:
     )
 
 
+def _looking_verbs(verbs: Any) -> None:
+    text = "write a run's report, or compare several runs on one page"
+    report = _verb(verbs, "report", do.report, text, "report runs/one runs/other --to comparison.html")
+    report.add_argument("runs", nargs="*", metavar="RUN", help="runs' folders (default: the newest under runs/)")
+    text = "where a comparison is written (default: comparison.html)"
+    report.add_argument("--to", default="", metavar="FILE.html", help=text)
+
+    text = "say what this machine can do, and what will hold a run back, in under a minute"
+    doctor = _verb(verbs, "doctor", do.doctor, text, "doctor --path /data")
+    text = "a folder on the disk to measure; nothing stays in it (default: here)"
+    doctor.add_argument("--path", default=".", metavar="DIR", help=text)
+    _takes_machine(doctor)
+
+    text = "print what a shell needs to complete commands"
+    shell = _verb(verbs, "completion", do.show_completion, text, "completion bash >> ~/.bashrc")
+    shell.add_argument("shell", choices=tuple(completion.SCRIPTS), metavar="bash|zsh|fish", help="which shell")
+
+
 def _data_verbs(verbs: Any) -> None:
     example = "example: podscale data prepare PHOTOS PREPARED"
     data = verbs.add_parser("data", help="look at a data set, or prepare it", epilog=example, allow_abbrev=False)
     kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
 
     index = _verb(kinds, "index", do.data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
-    index.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
-    _takes_source(index)
+    index.add_argument("path", metavar="PATH", help="a folder of pictures, of shards, or of CIFAR; or an .npz file")
+    _takes_source(index, ("npz", "cifar", "mnist"))
+
+    text = "draw what the model will see: a sheet of samples, cropped, mirrored and mixed as in training"
+    show = _verb(kinds, "show", do.data_show, text, "data show imagefolder --data.path PHOTOS --to samples.png")
+    show.add_argument("recipe", nargs="?", default="imagefolder", metavar="RECIPE", help="a recipe's name or TOML file")
+    show.add_argument("--to", default="samples.png", metavar="FILE.png", help="where to draw (default: samples.png)")
+    show.add_argument("--split", choices=("train", "val"), default="train", metavar="train|val", help="of which split")
+    show.add_argument("--images", type=int, default=48, metavar="N", help="how many samples (default: 48)")
+    show.add_argument("--step", type=int, default=0, metavar="N", help="the update whose batch is drawn (default: 0)")
+    _takes_fields(show, SECTIONS.items())
 
     text = "decode every picture, and name what is wrong; exit code 1 if anything is"
     check = _verb(kinds, "check", do.data_check, text, "data check PHOTOS")
@@ -280,9 +322,9 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def _takes_source(parser: argparse.ArgumentParser) -> None:
+def _takes_source(parser: argparse.ArgumentParser, more: tuple[str, ...] = ()) -> None:
     text = "what the folder holds (default: what is found in it)"
-    kinds = ("folder", "tar", "tfrecord", "parquet")
+    kinds = ("folder", "tar", "tfrecord", "parquet", *more)
     parser.add_argument("--source", choices=kinds, default="", metavar="|".join(kinds), help=text)
 
 

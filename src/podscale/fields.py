@@ -36,14 +36,23 @@ def changed(section: T, name: str, values: dict[str, Any]) -> T:
     return dataclasses.replace(section, **new)  # type: ignore[type-var]
 
 
+ADDED: dict[str, list[str]] = {}  # choices of fields that programs have added, by "section.field"
+
+
+def add_choice(where: str, name: str) -> None:
+    """Lets a field that takes one of a few names take another."""
+    ADDED.setdefault(where, []).append(name)
+
+
 def coerce(where: str, value: Any, kind: Any) -> Any:
     """`value` as `kind`, or one sentence that says why not."""
     if isinstance(value, str) and kind is not str and typing.get_origin(kind) is not Literal:
         value = _from_text(where, value, kind)
     origin = typing.get_origin(kind)
     if origin is Literal:
-        if value not in typing.get_args(kind):
-            raise UserError(f"{where} cannot be {_shown(value)}: choose {', '.join(map(str, typing.get_args(kind)))}")
+        choices = [*typing.get_args(kind), *ADDED.get(where, ())]
+        if value not in choices:
+            raise UserError(f"{where} cannot be {_shown(value)}: choose {', '.join(map(str, choices))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):

@@ -79,6 +79,18 @@ class History:
         return self.parts(now_parts).get(TRAINING, 0.0) / max(wall, 1e-9)
 
 
+def so_far(folder: Path) -> tuple[int, dict[str, float]]:
+    """The last step that was noted in a run's folder, and seconds by part up to there; (0, {}) if none was."""
+    sessions = _load(folder / "ledger.json")
+    if not sessions or not sessions[-1].notes:
+        return 0, {}
+    last = sessions[-1].notes[-1]
+    found = dict(last.parts)
+    for part, seconds in _booked(sessions).items():
+        found[part] = found.get(part, 0.0) + seconds
+    return last.step, found
+
+
 def _booked(sessions: list[Session]) -> dict[str, float]:
     """What the time of all sessions but the last went to."""
     found: dict[str, float] = {}

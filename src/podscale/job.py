@@ -207,6 +207,7 @@ class Evaluator:
     def __init__(self, job: Job, run: Run | None = None) -> None:
         self._job = job
         self.unreadable: list[str] = []  # pictures that the last evaluation could not read, in words
+        self.answers = np.zeros((0, 3), np.float32)  # of the last evaluation; see steps.eval_call
         self._sharding = pods.batch_sharding(job.mesh)
         size, count = job.recipe.data.image_size, job.plan.eval_images * job.plan.pod.size
         images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=self._sharding)
@@ -218,12 +219,14 @@ class Evaluator:
     def __call__(self, state: State) -> dict[str, float]:
         """Accuracy, top-5 accuracy and mean loss over all validation examples, by the averaged weights if there are."""
         job, numbers = self._job, state.average or {"params": state.params, "stats": state.stats}
-        tally = self._empty()
+        tally, answers = self._empty(), []
         with loader.eval_batches(job.data.val, job.recipe, self._sharding, job.plan.eval_images) as batches:
             for batch in batches:
-                tally = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
+                tally, given = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
+                answers.append(given)
             self.unreadable = batches.bad.news()
         found = jax.device_get(tally)
+        self.answers = np.concatenate([pods.whole(given) for given in answers])[: len(job.data.val)]
         count = int(found.examples)
         return {
             "accuracy": int(found.correct) / count,

@@ -22,8 +22,8 @@ from typing import IO, Any, NamedTuple
 from podscale import cluster
 from podscale.errors import UserError
 
-USER_ERROR, GONE, PREEMPTED, INTERRUPTED = 2, 69, 75, 130
-FINAL = (0, USER_ERROR, INTERRUPTED)  # exit codes after which the same command would end in the same way
+USER_ERROR, DIVERGED, GONE, PREEMPTED, INTERRUPTED = 2, 65, 69, 75, 130
+FINAL = (0, USER_ERROR, DIVERGED, INTERRUPTED)  # exit codes after which the same command would end in the same way
 GRACE_S = 6.0  # in which the others may say what they have to say, once one has ended
 KILLED_GRACE_S = 1.0  # the same, if it was killed: they know no more than we do
 FAREWELL_S = 60.0  # in which the others end, once one has ended well: they leave together

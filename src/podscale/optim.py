@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
 
+from podscale.errors import UserError
+from podscale.fields import add_choice
 from podscale.recipe import Optimizer, Recipe
 
 # --- schedules ---------------------------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedu
 Norms = Callable[[Any], Any]  # a tree of arrays -> the tree of their norms
 
 
-def norms(tree: Any) -> Any:
+def whole_norms(tree: Any) -> Any:
     """The norm of every array, in float32 or wider."""
     return jax.tree.map(_norm, tree)
 
@@ -79,7 +81,7 @@ def norms(tree: Any) -> Any:
 
 
 def optimizer(
-    recipe: Recipe, learning_rate: optax.ScalarOrSchedule, norms: Norms = norms
+    recipe: Recipe, learning_rate: optax.ScalarOrSchedule, norms: Norms = whole_norms
 ) -> optax.GradientTransformation:
     """The recipe's update rule. Its state is a tree of arrays; momentum has the shape and dtype of its parameter.
 
@@ -93,10 +95,14 @@ def optimizer(
             rule = _sgd(wanted, learning_rate)
         case "adamw":
             rule = _adamw(wanted, learning_rate)
+        case name:
+            if norms is not whole_norms:
+                raise UserError(f"plan.summation sharded gives every device a part of each array; {name} may need all")
+            rule = RULES[name](wanted, learning_rate)
     return optax.chain(_clipped(wanted.clip_norm, norms), rule) if wanted.clip_norm else rule
 
 
-def global_norm(tree: Any, norms: Norms = norms) -> jax.Array:
+def global_norm(tree: Any, norms: Norms = whole_norms) -> jax.Array:
     """The norm of all arrays of a tree together."""
     return jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms(tree))))
 
@@ -109,6 +115,24 @@ def _clipped(most: float, norms: Norms) -> optax.GradientTransformation:
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 
     return optax.stateless(update)
+
+
+OWN = ("lars", "sgd", "adamw")
+Rule = Callable[[Optimizer, optax.ScalarOrSchedule], optax.GradientTransformation]
+
+
+def register(name: str) -> Callable[[Rule], Rule]:
+    """Makes the decorated rule available to recipes under `name`: from the recipe's section and the learning rate, a
+    transformation whose state is a tree of arrays."""
+
+    def add(rule: Rule) -> Rule:
+        if name in RULES or name in OWN:
+            raise UserError(f"there is already an optimizer {name!r}; choose another name")
+        RULES[name] = rule
+        add_choice("optimizer.name", name)
+        return rule
+
+    return add
 
 
 def adapted(params: Any, skip: tuple[str, ...]) -> Any:
@@ -218,3 +242,6 @@ def _trust(wanted: Optimizer, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array
 
 def _norm(x: jax.Array) -> jax.Array:
     return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())
+
+
+RULES: dict[str, Rule] = {}  # those that were registered

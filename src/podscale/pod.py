@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from podscale import cluster, peers
 from podscale.errors import UserError, nearest
@@ -251,6 +252,11 @@ def everyone(agrees: bool) -> bool:
 def first_ones(number: int) -> int:
     """The first process's number, in all of them: what each sees of a clock or a shared folder may differ."""
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def whole(array: Any) -> NDArray:
+    """All of an array, of which this process may hold but a part; every process must ask."""
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def by_the_first(work: Callable[[], object]) -> None:

@@ -25,8 +25,8 @@ from podscale.fields import documented as _field
 class Data:
     """Where the pictures come from and what they look like on arrival."""
 
-    source: Literal["digits", "folder", "npz", "tar", "tfrecord", "parquet"] = _field(
-        "digits", "embedded digits, an image folder, an .npz file, or a folder of shards"
+    source: Literal["digits", "folder", "npz", "tar", "tfrecord", "parquet", "cifar", "mnist"] = _field(
+        "digits", "embedded digits, an image folder, an .npz file, a folder of shards, or CIFAR's or MNIST's own files"
     )
     path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
     image_size: int = _field(8, "side of the square the model sees, in pixels")

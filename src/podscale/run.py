@@ -6,7 +6,7 @@
     summary.json    how it ended              report.html     all of it to look at
     sample.png      a validation picture, to try `predict` with
     init.json       the weights it began from, if any
-    ledger.json     what the time went to
+    ledger.json     what the time went to     findings.json   what it mistakes for what, and pictures
     lock            whose it is, while it is trained
     bad-pictures-N.txt  pictures that process N could not read, if any
     left-out.json   batches that no update takes any more, if the run diverged
@@ -173,13 +173,26 @@ class Run:
         except ValueError:
             raise UserError(f"{path} is damaged: a line of it is not JSON; remove that line to go on") from None
 
-    def plan(self) -> dict[str, Any]:
-        """The plan it was begun with; empty if that cannot be read."""
-        return _read_json(self.folder / "plan.json") or {}
-
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty while it has not."""
         return _read_json(self.folder / "summary.json") or {}
+
+    def plan(self) -> dict[str, Any]:
+        """How the recipe was last mapped onto a pod."""
+        found = _read_json(self.folder / "plan.json")
+        if not isinstance(found, dict):
+            raise UserError(f"the run in {self.folder} has no plan: plan.json is missing or broken; train it again")
+        return found
+
+    def findings(self) -> dict[str, Any]:
+        """What the last evaluation mistook for what; empty where that is not known."""
+        found = _read_json(self.folder / "findings.json")
+        return found if isinstance(found, dict) and len(found.get("examples", ())) == len(self.classes()) else {}
+
+    def all_bad_pictures(self) -> list[str]:
+        """What every process said of the pictures that it could not read."""
+        files = sorted(self.folder.glob("bad-pictures-*.txt"))
+        return list(dict.fromkeys(why for file in files for why in whole_lines(file)))
 
 
 class Claim:

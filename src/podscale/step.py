@@ -99,7 +99,7 @@ def train_call(
 
 def learner(net: Functional, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The plan's optimizer: of whole arrays, or of a device's own parts of them."""
-    norms = sharded.norms if plan.summation == sharded.NAME else optim.norms
+    norms = sharded.norms if plan.summation == sharded.NAME else optim.whole_norms
     return net.learner(optim.optimizer(plan.recipe, schedule, norms))
 
 
@@ -224,18 +224,24 @@ def _dtype(state: State) -> Any:
 
 
 def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
-    """Compiles to: (params, stats, images [E, h, w, 3], labels [E], tally) -> tally.
+    """Compiles to: (params, stats, images [E, h, w, 3], labels [E], tally) -> tally, answers [E, 3].
 
     Labels of -1 are padding; others below 0 are examples whose picture cannot be read: they count, and as wrong.
     """
 
-    def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> Tally:
+    def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> tuple[Tally, jax.Array]:
         logits = net.evaluate(params, stats, augment.normalize(plan.recipe, images))
-        return jax.tree.map(jnp.add, tally, lax.psum(_tally(logits, labels), ALL_AXES))
+        tally = jax.tree.map(jnp.add, tally, lax.psum(_tally(logits, labels), ALL_AXES))
+        return tally, _answers(logits, labels)
 
     data = P(BATCH_AXES)
     mapped = jax.shard_map(
-        call, mesh=mesh, in_specs=(P(), P(), data, data, P()), out_specs=P(), axis_names=set(ALL_AXES), check_vma=False
+        call,
+        mesh=mesh,
+        in_specs=(P(), P(), data, data, P()),
+        out_specs=(P(), data),
+        axis_names=set(ALL_AXES),
+        check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=4)
 
@@ -259,6 +265,15 @@ def _tally(logits: jax.Array, labels: jax.Array) -> Tally:
         correct_top5=(real & right & (rank < 5)).sum(dtype=jnp.int32),
         loss=jnp.where(real, losses, 0).sum().astype(jnp.float32),
     )
+
+
+def _answers(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Of each example the class chosen (-1 where there is none), its probability, and that of the right class."""
+    wide = jax.nn.softmax(logits.astype(jnp.float32))
+    own = jnp.take_along_axis(wide, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
+    answered = (labels >= 0) & jnp.isfinite(own)
+    chosen = jnp.where(answered, logits.argmax(-1), -1)
+    return jnp.stack([chosen.astype(jnp.float32), wide.max(-1), own], axis=1)
 
 
 def predictor(net: Functional, recipe: Recipe) -> Any:

@@ -1,28 +1,35 @@
-"""What a run tells: metrics.jsonl, TensorBoard, the progress line, and where the time went.
+"""What a run tells: metrics.jsonl, trackers, callbacks, the progress line, and where the time went.
 
 Only the first process speaks. Numbers are read from the devices one call late, so that asking never stalls them.
 """
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from podscale import findings, trackers
+from podscale.data.index import Index
+from podscale.events import Callback, Event
 from podscale.forecast.model import Forecast, beside
 from podscale.goodput import History
 from podscale.plan import Plan
 from podscale.pod import first_ones, speaks
 from podscale.report import page
-from podscale.report.counting import PLAIN_EVERY_S
+from podscale.report.background import Background
+from podscale.report.display import Display, display
 from podscale.run import Run, to_json, whole_lines, write_atomically
 from podscale.stragglers import Straggler
 from podscale.streak import Streak
+from podscale.trackers import Tracker
 from podscale.until import Until
 
 
@@ -32,85 +39,53 @@ class Ledger:
     def __init__(self) -> None:
         self.began, self.began_at = time.perf_counter(), time.time()
         self.seconds: dict[str, float] = {}
+        self._open: tuple[str, float] | None = None  # the part that is being measured, and since when
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Books the time spent inside to `part`."""
-        start = time.perf_counter()
+        self._open = part, time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+            self.seconds, self._open = self._booked(), None
 
     def parts(self) -> dict[str, float]:
         """All parts, with what was booked nowhere as "other"; they sum to the wall time."""
-        wall = time.perf_counter() - self.began
-        return {**self.seconds, "other": max(wall - sum(self.seconds.values()), 0.0)}
+        wall, seconds = time.perf_counter() - self.began, self._booked()
+        return {**seconds, "other": max(wall - sum(seconds.values()), 0.0)}
+
+    def _booked(self) -> dict[str, float]:
+        if self._open is None:
+            return self.seconds
+        part, since = self._open
+        return {**self.seconds, part: self.seconds.get(part, 0.0) + time.perf_counter() - since}
 
 
 class Journal:
-    """metrics.jsonl and the TensorBoard events of a run.
+    """metrics.jsonl: one line an event.
 
-    A resumed run goes on at its step: lines past it are dropped. TensorBoard's points past it stay and come twice.
-    Lines that a full disk has no room for are written as soon as there is some.
+    A resumed run goes on at its step: lines past it are dropped. Lines that a full disk has no room for are written as
+    soon as there is some.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
-        from tensorboard.summary import Writer  # slow to import, and only needed here
-
         path = folder / "metrics.jsonl"
         kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= start] if start else []
         write_atomically(path, "".join(f"{line}\n" for line in kept))
         self._file: IO[bytes] = path.open("ab", buffering=0)
         self._unwritten = b""
-        self._board: Any = Writer(str(folder / "tensorboard"))
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """One line, and one point in each curve; an OSError if the disk did not take it yet."""
+        """One line; an OSError if the disk did not take it yet."""
         self._unwritten += (to_json({"event": event, "step": step, **values}) + "\n").encode()
         self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
         try:
             self._file.write(self._unwritten)
-            self._board.close()
         finally:
             self._file.close()
-
-
-class Display:
-    """A progress bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, console: Console, total: int, done: int) -> None:
-        self.console = console
-        self._total, self._done, self._began = total, done, time.monotonic()
-        self._last = -PLAIN_EVERY_S
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("first batch", total=total, completed=done)
-            self._bar.start()
-
-    def show(self, step: int, text: str) -> None:
-        """Where training is."""
-        if self._bar:
-            self._bar.update(self._task, completed=step, description=text)
-        elif time.monotonic() - self._last >= PLAIN_EVERY_S:
-            self._last = time.monotonic()
-            left = (self._total - step) * (self._last - self._began) / max(step - self._done, 1)
-            self.console.print(f"{text}  {left:.0f} s left", highlight=False)
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(text, highlight=False)
-
-    def close(self) -> None:
-        if self._bar:
-            self._bar.stop()
 
 
 class Teller:
@@ -128,6 +103,8 @@ class Teller:
         start: int,
         until: Until | None,
         forecast: Forecast | None = None,
+        callbacks: Sequence[Callback] = (),
+        track: Collection[str] = (),
     ) -> None:
         self.run, self.plan, self.ledger, self.console = run, plan, ledger, console
         self.until, self._start, self._forecast = until, start, forecast
@@ -142,12 +119,19 @@ class Teller:
         self._display: Display | None = None
         self._borne = ""  # what was warned of last
         self._history = History(run.folder, ledger.began_at, start)
+        self._told = dict[str, float]()  # what the time had gone to when a call was last told of
+        self._pages = Background()
+        self._callbacks, self._track, self._trackers = callbacks, track, list[Tracker]()
+        self._asked_to_stop = False
 
     def begin(self) -> None:
         """The clock starts: the first batch is about to be asked for."""
         self._began = self._read = time.perf_counter()
-        self._journal = Journal(self.run.folder, self._start) if speaks() else None
-        self._display = Display(self.console, self.plan.steps, self._start)
+        self._told = self.ledger.parts()
+        if speaks():
+            self._trackers = trackers.opened(self.run, self._track)
+            self._journal = Journal(self.run.folder, self._start)
+        self._display = display(self.console, self.plan.steps, self._start)
         self._write("start", self._start, devices=self.plan.pod.size, kind=self.plan.pod.kind)
 
     def trained(self, done: range, metrics: Any) -> None:
@@ -164,12 +148,19 @@ class Teller:
         images, now = len(done) * self.plan.recipe.batch.size, time.perf_counter()
         rate, self._read = images / (now - self._read), now
         self._images += images
+        spent = self._spent(len(done))
         for i, step in enumerate(done):
             values = {name: float(column[i]) for name, column in found._asdict().items()}
-            self._write("train", step + 1, **values, images_per_s=rate)
+            self._write("train", step + 1, **values, images_per_s=rate, spent=spent)
             self.streak.saw(step, skipped=bool(values["skipped"]))
         if self._display:
             self._display.show(done.stop, self._line(done.stop, values, rate))
+
+    def _spent(self, steps: int) -> dict[str, float]:
+        """What the time since a call was last told of went to: seconds by part, of each of its steps."""
+        before, self._told = self._told, self.ledger.parts()
+        shares = {part: (s - before.get(part, 0.0)) / steps for part, s in self._told.items()}
+        return {part: round(s, 6) for part, s in shares.items() if s >= 1e-6}
 
     def _line(self, step: int, values: dict[str, float], rate: float) -> str:
         waited = self.ledger.seconds["input wait"] / max(time.perf_counter() - self._began, 1e-9)
@@ -180,8 +171,8 @@ class Teller:
             f"{rate:,.0f} images/s  input wait {waited:.0%}"
         )
 
-    def evaluated(self, step: int, found: dict[str, float]) -> None:
-        """An evaluation, with the time since the first training batch, over restarts."""
+    def evaluated(self, step: int, found: dict[str, float], answers: NDArray[np.float32], index: Index) -> None:
+        """An evaluation, with the time since the first training batch, over restarts; and what it answered."""
         seconds = time.perf_counter() - self._began
         self._evals.append({"step": step, **found, "seconds": seconds, "run_s": self._earlier_s + seconds})
         self._write("eval", step, **{k: v for k, v in self._evals[-1].items() if k != "step"})
@@ -191,7 +182,11 @@ class Teller:
             self._display.say(f"epoch {epoch:.1f}: {right} after {self._earlier_s + seconds:.1f} s")
         if speaks():
             with self.bearing(OSError):
-                page.write(self.run)
+                self._pages.soon(partial(self._show, step, answers, index))
+
+    def _show(self, step: int, answers: NDArray[np.float32], index: Index) -> None:
+        findings.write(self.run, step, answers, index, self.plan.counts.classes)
+        page.write(self.run)
 
     def met(self, bad_pictures: list[str]) -> None:
         """Tells of pictures that cannot be read, once each, and lists them in the run; each process its own."""
@@ -240,8 +235,9 @@ class Teller:
         self._read = time.perf_counter()
 
     def reached(self) -> bool:
-        """Whether an evaluation has reached what is aimed for; all processes agree."""
-        return self.until is not None and bool(first_ones(any(self.until.reached(e) for e in self._evals)))
+        """Whether an evaluation has reached what is aimed for, or a callback wants no more; all processes agree."""
+        enough = self.until is not None and any(self.until.reached(e) for e in self._evals)
+        return bool(first_ones(enough or self._asked_to_stop))
 
     def summary(self, step: int) -> dict[str, Any]:
         """How the run ended."""
@@ -263,6 +259,7 @@ class Teller:
         if speaks():
             with self.bearing(OSError):
                 write_atomically(self.run.folder / "summary.json", to_json(found, indent=1))
+                self._pages.wait()
                 page.write(self.run)
         return found
 
@@ -299,13 +296,25 @@ class Teller:
         if self._journal:
             with self.bearing(OSError):
                 self._journal.write(event, step, **values)
+        if speaks():
+            told = Event(event, step, step / self.plan.steps_per_epoch, values)
+            for tracker in self._trackers:
+                with self.bearing(OSError):
+                    tracker.write(told)
+            wishes = [callback(told) for callback in self._callbacks]
+            self._asked_to_stop |= event == "eval" and any(wish is True for wish in wishes)
 
     def close(self) -> None:
         if self._display:
             self._display.close()
+        with self.bearing(OSError):
+            self._pages.close()
         if self._journal:
             with self.bearing(OSError):
                 self._journal.close()
+        for tracker in self._trackers:
+            with self.bearing(OSError):
+                tracker.close()
 
 
 def _session_seconds(lines: list[dict[str, Any]]) -> float:

@@ -3,22 +3,23 @@
 import json
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 from PIL import Image
 from rich.console import Console
 
-from podscale import peers
+from podscale import environment, peers, trackers
 from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
 from podscale.divergence import WentBackError, answered, kept, left_out
 from podscale.errors import PreemptedError, UserError
+from podscale.events import Callback
 from podscale.faults import OddReplicaError, Replicas, Stop
 from podscale.forecast import chips, choice
 from podscale.forecast.compute import work_in
@@ -61,6 +62,8 @@ def train(
     until: Until | None = None,
     console: Console | None = None,
     allow_changed: Collection[str] = (),
+    callbacks: Sequence[Callback] = (),
+    track: Collection[str] = (),
 ) -> dict[str, Any]:
     """Trains `recipe` on `pod` (default: all devices there are), or resumes, and returns the summary.
 
@@ -68,13 +71,16 @@ def train(
     with random state of its own, such as dropout, is refused, because it would learn something else on every pod.
     The run is in `folder`: by default one that belongs to the recipe, so that the same call resumes. If its "recipe",
     "data" or "versions" (of libraries) have changed since, it does so only where `allow_changed` names them.
+    `callbacks` hear of every event (see `podscale.events`), `track` names trackers besides TensorBoard.
     """
+    trackers.check(track)
     folder = Path(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe, allow_changed)
-    pod, console, returns = pod or pods.find(), console or Console(), 0
+    pod, console, returns = pod or pods.find(), console or Console(force_jupyter=False), 0
+    listeners = Listeners(callbacks, track)
     while True:
         try:
-            return _session(recipe, pod, options, model, folder, until, console, allow_changed)
+            return _session(recipe, pod, options, model, folder, until, console, allow_changed, listeners)
         except OddReplicaError as error:
             returns += 1
             if returns > MOST_RETURNS:
@@ -82,6 +88,13 @@ def train(
             _warn(console, f"{error}; going back to the last checkpoint")
         except WentBackError as error:
             _warn(console, str(error))
+
+
+class Listeners(NamedTuple):
+    """Who hears of what happens."""
+
+    callbacks: Sequence[Callback]
+    track: Collection[str]
 
 
 def _session(
@@ -93,6 +106,7 @@ def _session(
     until: Until | None,
     console: Console,
     allow_changed: Collection[str],
+    listeners: "Listeners",
 ) -> dict[str, Any]:
     """From the newest checkpoint to the end, or to a fault."""
     ledger = Ledger()
@@ -111,7 +125,7 @@ def _session(
     with claim, Checkpoints(run.checkpoints, kept(job.plan), about=facts) as checkpoints:
         with ledger.measure("restore"):
             job, start = _resumed(job, beginning, checkpoints, console)
-        teller = Teller(run, job.plan, ledger, console, start, until, _forecast(job))
+        teller = Teller(run, job.plan, ledger, console, start, until, _forecast(job), *listeners)
         if start == job.plan.steps or teller.reached():
             console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
             return teller.past_summary()
@@ -149,6 +163,7 @@ def _opened(
         claim.take()
         told = {"input": facts, "data_digest": job.data.digest(), "versions": versions()}
         told |= {"summations_s": job.choice.predicted} if job.choice.predicted else {}
+        told["environment"] = environment.facts(list(job.mesh.devices.flat))
         Run.create(folder, job.recipe, job.plan.to_dict() | told, job.data.classes, allowed)
         if beginning:
             write_atomically(folder / "init.json", json.dumps(beginning.to_dict(), indent=1))
@@ -211,22 +226,22 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
             teller.held_up(done.stop, stragglers.news())
             asked = stop.after(number)
             saving = done.stop in saves or asked
+            if saving:
+                with ledger.measure("train"):
+                    teller.catch_up()
             with ledger.measure("check"):
                 replicas.check(done.stop, state, now=saving)
             teller.streak.check(state)
             if not saving:
                 continue
             watchdog.passed(done.start, "train, evaluate, save")
-            with ledger.measure("train"):
-                teller.catch_up()
-            teller.streak.check(state)
             accuracy = None
             if done.stop in evals:
                 with ledger.measure("evaluate"):
                     found = evaluate(state)
                 accuracy = found["accuracy"]
                 teller.met(evaluate.unreadable)
-                teller.evaluated(done.stop, found)
+                teller.evaluated(done.stop, found, evaluate.answers, job.data.val)
             with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
                 checkpoints.save(done.stop, saveable(job, state), accuracy)
             teller.saved(done.stop)

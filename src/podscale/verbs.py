@@ -26,7 +26,14 @@ def train(arguments: argparse.Namespace) -> Any:
     pod, options = _pod(arguments), plan_options(arguments)
     console = _console(arguments)  # after the processes have joined: only the first one's says anything
     summary = train.train(
-        recipe, pod=pod, options=options, folder=arguments.run, until=until, console=console, allow_changed=allowed
+        recipe,
+        pod=pod,
+        options=options,
+        folder=arguments.run,
+        until=until,
+        console=console,
+        allow_changed=allowed,
+        track=[name.strip() for name in arguments.track.split(",") if name.strip()],
     )
     words.show(summary, console)
     return summary
@@ -65,6 +72,21 @@ def predict(arguments: argparse.Namespace) -> Any:
         raise KeyboardInterrupt(f"{len(found)} pictures were named") from None
     arguments.problem = words.unreadable(found)
     return {"run": str(run.folder), "images": found}
+
+
+def report(arguments: argparse.Namespace) -> Any:
+    from podscale.report import compare, page
+    from podscale.run import Run
+
+    runs = [Run.load(folder) for folder in arguments.runs] or [Run.newest()]
+    if len(runs) > 1:
+        path = compare.write(runs, Path(arguments.to or "comparison.html"))
+    elif arguments.to:
+        raise UserError("--to is for comparisons, of two runs or more; a run's own report is in its folder")
+    else:
+        path = page.write(runs[0])
+    _console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
+    return {"report": str(path), "runs": [str(run.folder) for run in runs]}
 
 
 def export(arguments: argparse.Namespace) -> Any:
@@ -233,6 +255,27 @@ def _bytes(text: str) -> int:
     return int(text)
 
 
+def show_completion(arguments: argparse.Namespace) -> Any:
+    from podscale.completion import SCRIPTS
+
+    script = SCRIPTS[arguments.shell]
+    if not arguments.json:
+        print(script, end="")
+    return {"shell": arguments.shell, "script": script}
+
+
+def doctor(arguments: argparse.Namespace) -> Any:
+    from podscale.doctor.examine import examine, rows
+    from podscale.report import words
+
+    pod, console = _pod(arguments), _console(arguments)
+    with console.status("measuring") as status:
+        found = examine(pod, Path(arguments.path), lambda part: status.update(f"measuring: {part}"))
+    console.print(words.table("doctor", rows(found)))
+    console.print(found["verdict"], highlight=False, markup=False)
+    return found
+
+
 def data_index(arguments: argparse.Namespace) -> Any:
     from podscale.data.survey import survey
     from podscale.report import data_words
@@ -255,6 +298,20 @@ def data_check(arguments: argparse.Namespace) -> Any:
         found = check(arguments.path, arguments.source, progress)
     data_words.show_check(found, console)
     arguments.code = 0 if found["clean"] else 1
+    return found
+
+
+def data_show(arguments: argparse.Namespace) -> Any:
+    recipe = recipe_of(arguments)
+    from podscale.data import show
+    from podscale.report.counting import counting
+
+    console = _console(arguments)
+    with counting(console, "indexing") as progress:
+        found = show.write(
+            recipe, Path(arguments.to), arguments.split, arguments.images, arguments.step, progress=progress
+        )
+    console.print(f"{found['file']}: {found['told']}", highlight=False, markup=False)
     return found
 
 

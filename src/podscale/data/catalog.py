@@ -22,6 +22,7 @@ from podscale.data.containers import Format, Found, Part, folder, parquet, resol
 from podscale.data.files import THREADS, Files, Progress
 from podscale.data.table import SPLITS, Strings, Table, Tables
 from podscale.errors import UserError
+from podscale.fields import add_choice
 
 FORMATS: dict[str, Format] = {
     "folder": folder.FORMAT,
@@ -32,6 +33,14 @@ FORMATS: dict[str, Format] = {
 BESIDE = ".podscale-index"
 PREPARED = "prepare.json"  # what `target` keeps where a data set is being prepared
 SETTLED_NS = 2 * 10**9  # file systems' clocks tick; what changed just now may change again without being seen
+
+
+def register(name: str, form: Format) -> None:
+    """Makes another kind of data set available to recipes, as `data.source`."""
+    if name in FORMATS or name in ("digits", "npz", "cifar", "mnist"):
+        raise UserError(f"there is already a data source {name!r}; choose another name")
+    FORMATS[name] = form
+    add_choice("data.source", name)
 
 
 def kind_of(root: Path, said: str = "") -> str:
@@ -48,8 +57,8 @@ def kind_of(root: Path, said: str = "") -> str:
         raise UserError(f"{root} can be read as {' and as '.join(kinds)}; choose one with --source")
     if not kinds:
         raise UserError(
-            f"{root} holds neither {folder.LAYOUT} nor shards of both splits (train*, val*) in tar, tfrecord or "
-            "parquet files; check the path, or say with --source what it should hold"
+            f"{root} holds neither {folder.LAYOUT}, nor CLASS/FILE alone, nor shards of both splits (train*, val*) "
+            "in tar, tfrecord or parquet files; check the path, or say with --source what it should hold"
         )
     return kinds[0]
 

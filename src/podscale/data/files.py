@@ -119,7 +119,8 @@ class Files:
         return os.path.join(self.root, place, name)
 
     def _place(self, place: int) -> str:
-        return os.path.join(self.root, self.table.places[place])
+        found = self.table.places[place]
+        return os.path.join(self.root, os.path.normpath(found) if found else "")
 
     def _container(self, place: int) -> tuple[int, int]:
         with self._lock:

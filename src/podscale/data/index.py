@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from podscale import recipe
 from podscale.data import catalog, decode
 from podscale.data.cache import Cache, Kind
-from podscale.data.containers import MOST_CLASSES
+from podscale.data.containers import MOST_CLASSES, raw
 from podscale.data.files import Files, Progress, loose
 from podscale.data.random import Stream, words
 from podscale.errors import UserError
@@ -167,7 +167,7 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
     if data.source in catalog.FORMATS:
         splits = _open_files(data.source, data.path, progress)
     else:
-        splits = {"digits": _open_digits, "npz": _open_npz}[data.source](data.path)
+        splits = _IN_MEMORY[data.source](data.path)
     if data.shrink:
         splits = replace(splits, train=splits.train.shrunk(data.shrink), val=splits.val.shrunk(data.shrink))
     if data.hold_out:
@@ -247,6 +247,24 @@ def _open_digits(_: str) -> Splits:
     return Splits(train, validation, tuple(map(str, range(10))))
 
 
+# --- CIFAR's and MNIST's own files ---------------------------------------------------------------------------------
+
+
+def _open_cifar(path: str) -> Splits:
+    return _held(raw.read_cifar(_existing(path, "folder")))
+
+
+def _open_mnist(path: str) -> Splits:
+    return _held(raw.read_mnist(_existing(path, "folder")))
+
+
+def _held(found: raw.Held) -> Splits:
+    train, val = (
+        _array_index(found.images[split], found.labels[split], f"{split} picture") for split in ("train", "val")
+    )
+    return Splits(train, val, found.classes)
+
+
 # --- arrays in an .npz file ----------------------------------------------------------------------------------------
 
 
@@ -315,3 +333,6 @@ def _npz_labels(where: str, labels: NDArray, n: int) -> NDArray:
     if labels.min() < 0 or labels.max() >= MOST_CLASSES:
         raise UserError(f"{where} runs from {labels.min()} to {labels.max()}; labels count from 0, one a class")
     return labels.reshape(n)
+
+
+_IN_MEMORY = {"digits": _open_digits, "npz": _open_npz, "cifar": _open_cifar, "mnist": _open_mnist}

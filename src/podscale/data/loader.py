@@ -119,6 +119,16 @@ def eval_pictures(
     return out
 
 
+def train_pictures(index: Index, recipe: Recipe, step: int, positions: Sequence[int], sharding: NamedSharding) -> Batch:
+    """What training sees at these positions of a step's batch: images [1, 1, n, ...] on the device of `sharding`."""
+    order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    blocks = Blocks(sharding, (1, 1, len(positions)), axis=2)
+    bad = BadPictures(index, recipe.data.lanes, recipe.data.bad_share)
+    job = _TrainJob(index, recipe, order, (), blocks, np.array(positions, np.int64)[None, None], bad)
+    with Batches([range(step, step + 1)], job, threads=None, depth=1) as batches:
+        return next(batches)
+
+
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 

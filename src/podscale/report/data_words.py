@@ -1,14 +1,16 @@
 """What a data set holds, and what became of it, in words on a terminal."""
 
+import shlex
 from typing import Any
 
 from rich.console import Console
 
-from podscale.report.words import table
+from podscale.report.words import columns, table
 
 FIRST_CLASSES = 5
 FIRST_FINDINGS = 20
 FIRST_WAYS = 6
+MOST_LINES = 30
 
 
 def show_survey(found: dict[str, Any], console: Console) -> None:
@@ -26,9 +28,32 @@ def show_survey(found: dict[str, Any], console: Console) -> None:
             ("", sizes),
             *([("", kinds)] if kinds else []),
         ]
+    if found["unsplit"]:
+        rows.append(("split", "there are no folders train and val: every fifth picture of a class validates"))
     how = "kept from before and up to date" if found["kept"] else "scanned"
     rows.append(("index", f"{how}, {found['seconds']:.2f} s"))
+    if any(facts["extensions"] for facts in found["splits"].values()):
+        rows.append(("train it", f"podscale train imagefolder {_data_options(found)}"))
     console.print(table(found["path"], rows))
+    _show_classes(found, console)
+
+
+def _data_options(found: dict[str, Any]) -> str:
+    source = "" if found["source"] == "folder" else f"--data.source {found['source']} "
+    return f"{source}--data.path {shlex.quote(found['path'])}"
+
+
+def _show_classes(found: dict[str, Any], console: Console) -> None:
+    """How many pictures each class has in each split."""
+    counts = {split: facts["class_counts"] for split, facts in found["splits"].items()}
+    lines = [
+        [name, *(f"{of_split[label]:,}" for of_split in counts.values())]
+        for label, name in enumerate(found["classes"][:MOST_LINES])
+    ]
+    console.print(columns(["class", *counts], lines))
+    if len(found["classes"]) > MOST_LINES:
+        rest = len(found["classes"]) - MOST_LINES
+        console.print(f"and {rest:,} more; --json has them all", highlight=False)
 
 
 def show_check(found: dict[str, Any], console: Console) -> None:

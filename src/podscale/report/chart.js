@@ -1,0 +1,219 @@
+"use strict";
+// Charts, from the JSON in the page. Plain ASCII, no library, nothing fetched.
+
+const root = document.documentElement;
+addEventListener("error", (event) => { root.dataset.error = event.message; });
+addEventListener("securitypolicyviolation", (event) => { root.dataset.error = `blocked: ${event.violatedDirective}`; });
+
+const byId = (id) => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
+
+function svg(name, attributes, parent, text) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  if (parent) parent.append(element);
+  return element;
+}
+
+// --- curves ---------------------------------------------------------------------------------------------------------
+
+const number = (v) => (v === 0 ? "0" : Math.abs(v) >= 0.001 && Math.abs(v) < 1e5 ? String(+v.toPrecision(4)) : v.toExponential(2));
+const percent = (v) => `${(100 * v).toFixed(2)} %`;
+const known = (v) => v !== null && v !== undefined;
+const MARGIN = { left: 52, right: 14, top: 12, bottom: 36 };
+const HEIGHT = 250;
+
+/** Exponential moving average without the pull towards its start; unknown values stay unknown. */
+function smoothed(values, weight) {
+  let sum = 0, norm = 0;
+  return values.map((v) => {
+    if (!known(v)) return null;
+    sum = weight * sum + v;
+    norm = weight * norm + 1;
+    return sum / norm;
+  });
+}
+
+function linearTicks(low, high) {
+  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((m) => m * power >= rough);
+  const ticks = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) ticks.push(k * step);
+  return ticks;
+}
+
+function logTicks(low, high) {
+  const exponents = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 },
+    (_, i) => Math.floor(Math.log10(low)) + i);
+  const ticks = exponents.flatMap((e) => [1, 2, 5].map((m) => m * 10 ** e)).filter((t) => t >= low && t <= high);
+  return ticks.length > 1 ? ticks : linearTicks(low, high);
+}
+
+/** The range of y, and the function from value to pixel. */
+function verticalScale(values, options) {
+  const bottom = HEIGHT - MARGIN.bottom;
+  const usable = options.log ? values.filter((v) => v > 0) : values;
+  let low = options.log ? Math.min(...usable) : 0;
+  let high = options.top || Math.max(...usable) * 1.04;
+  if (!(high > low)) [low, high] = options.log ? [low / 2, low * 2] : [low, low + 1];
+  const at = options.log ? Math.log : (v) => v;
+  const share = (v) => (at(v) - at(low)) / (at(high) - at(low));
+  return { ticks: options.log ? logTicks(low, high) : linearTicks(low, high),
+    y: (v) => (options.log && v <= 0 ? null : bottom - share(v) * (bottom - MARGIN.top)) };
+}
+
+function pathOf(xs, ys, x, y) {
+  let pen = false, d = "";
+  xs.forEach((at, i) => {
+    const height = known(ys[i]) ? y(ys[i]) : null;
+    if (height !== null) d += `${pen ? "L" : "M"}${x(at).toFixed(1)},${height.toFixed(1)}`;
+    pen = height !== null;
+  });
+  return d;
+}
+
+function drawAxes(picture, width, scale, x, lastEpoch, format, marks) {
+  const bottom = HEIGHT - MARGIN.bottom;
+  for (const tick of scale.ticks) {
+    svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: scale.y(tick), y2: scale.y(tick) }, picture);
+    svg("text", { x: MARGIN.left - 6, y: scale.y(tick) + 4, "text-anchor": "end" }, picture, format(tick));
+  }
+  svg("line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: bottom, y2: bottom }, picture);
+  for (const tick of linearTicks(0, lastEpoch))
+    svg("text", { x: x(tick), y: bottom + 16, "text-anchor": "middle" }, picture, number(tick));
+  svg("text", { x: width - MARGIN.right, y: HEIGHT - 4, "text-anchor": "end" }, picture, "epoch");
+  for (const { epoch, text } of marks) {
+    const mark = svg("line", { class: "resume", x1: x(epoch), x2: x(epoch), y1: MARGIN.top, y2: bottom }, picture);
+    svg("title", {}, mark, text);
+  }
+}
+
+/** Smoothed where asked for; and in a stack, each series on top of those before it. */
+function arrange(series, stacked) {
+  let below = null;
+  for (const s of series) {
+    const weight = s.smooth ? +byId("smoothing").value : 0;
+    s.base = below;
+    s.smoothed = weight > 0;
+    s.shown = weight ? smoothed(s.values, weight) : s.values;
+    if (stacked) below = s.shown = s.values.map((v, i) => (v || 0) + (below ? below[i] : 0));
+  }
+}
+
+/** A chart in `holder`; returns the function that draws it anew. `list` gives the series to draw now:
+ *  name, kind (a class of the style sheet), steps, epochs and values, one of each a point. */
+function chart(holder, name, list, options) {
+  const format = options.format || number;
+  let cursor = -1;
+
+  function draw() {
+    holder.replaceChildren();
+    const series = list();
+    arrange(series, options.stacked);
+    const values = series.flatMap((s) => (s.smoothed ? s.values : s.shown)).filter(known);
+    if (!values.length) {
+      holder.textContent = "Nothing measured yet.";
+      return;
+    }
+    const width = Math.max(holder.clientWidth, 240);
+    const lastEpoch = Math.max(...series.map((s) => (s.epochs.length ? s.epochs.at(-1) : 0)));
+    const x = (epoch) => MARGIN.left + (epoch / lastEpoch) * (width - MARGIN.left - MARGIN.right);
+    const scale = verticalScale(values, { log: options.log && options.log(), top: options.top });
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": spoken(name, series, format) }, holder);
+    drawAxes(picture, width, scale, x, lastEpoch, options.tick || format, options.marks || []);
+    for (const s of series) (options.stacked ? drawArea : drawSeries)(picture, s, x, scale.y);
+    addCursor(picture, series, width, x, scale.y);
+  }
+
+  function drawArea(picture, s, x, y) {
+    const floor = s.base || s.shown.map(() => 0);
+    const back = pathOf([...s.epochs].reverse(), [...floor].reverse(), x, y).replace("M", "L");
+    svg("path", { class: `area ${s.kind}`, d: `${pathOf(s.epochs, s.shown, x, y)}${back}Z` }, picture);
+  }
+
+  function drawSeries(picture, s, x, y) {
+    if (s.smoothed) svg("path", { class: `raw ${s.kind}`, d: pathOf(s.epochs, s.values, x, y) }, picture);
+    svg("path", { class: s.kind, d: pathOf(s.epochs, s.shown, x, y) }, picture);
+    const radius = s.epochs.length > 60 ? 1.5 : 3.5;
+    if (s.dots || s.epochs.length === 1) s.epochs.forEach((at, i) => {
+      const height = known(s.values[i]) ? y(s.values[i]) : null;
+      if (height !== null) svg("circle", { class: s.kind, cx: x(at), cy: height, r: radius }, picture);
+    });
+  }
+
+  function addCursor(picture, series, width, x, y) {
+    const longest = series.reduce((a, b) => (b.steps.length > a.steps.length ? b : a));
+    const layer = svg("g", {}, picture), tip = document.createElement("div");
+    tip.className = "tip";
+    tip.hidden = true;
+    holder.append(tip);
+    const hide = () => { layer.replaceChildren(); tip.hidden = true; };
+    const show = (index) => {
+      cursor = Math.min(Math.max(index, 0), longest.steps.length - 1);
+      const epoch = longest.epochs[cursor], at = x(epoch);
+      hide();
+      svg("line", { class: "cursor", x1: at, x2: at, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }, layer);
+      const lines = [`step ${Math.round(longest.steps[cursor])}, epoch ${epoch.toFixed(1)}`];
+      for (const s of series) {
+        const i = nearest(s.epochs, epoch), raw = s.values[i], height = known(raw) ? y(s.shown[i]) : null;
+        if (i < 0) continue;
+        const away = s.steps.length === longest.steps.length ? "" : ` at step ${Math.round(s.steps[i])}`;
+        lines.push(`${s.name} ${known(raw) ? format(raw) : "not a number"}${away}`);
+        if (height !== null) svg("circle", { class: s.kind, cx: x(s.epochs[i]), cy: height, r: 4 }, layer);
+      }
+      if (options.stacked) lines.push(`together ${format(series.at(-1).shown[cursor])}`);
+      tip.textContent = lines.join("\n");
+      tip.hidden = false;
+      tip.style.left = `${at < width / 2 ? Math.min(at + 10, width - tip.offsetWidth) : Math.max(at - tip.offsetWidth - 10, 0)}px`;
+    };
+    const pick = (event) => {
+      const box = picture.getBoundingClientRect();
+      const epoch = ((event.clientX - box.left) / box.width * width - MARGIN.left) / (x(1) - x(0));
+      show(nearest(longest.epochs, epoch));
+    };
+    picture.addEventListener("pointermove", pick);
+    picture.addEventListener("pointerdown", pick);
+    picture.addEventListener("pointerleave", hide);
+    picture.addEventListener("blur", hide);
+    picture.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!move) return;
+      event.preventDefault();
+      show(cursor + move);
+    });
+  }
+  return draw;
+}
+
+/** Draws all charts, and again whenever a control or the width changes. */
+function drawAll(draws) {
+  const draw = () => {
+    byId("smoothing-value").textContent = (+byId("smoothing").value).toFixed(2);
+    draws.forEach((one) => one());
+  };
+  document.querySelectorAll("#curve-controls input").forEach((control) => control.addEventListener("input", draw));
+  addEventListener("resize", draw);
+  draw();
+}
+
+/** Index of the number nearest to `wanted` in an ascending list; -1 if there is none. */
+function nearest(numbers, wanted) {
+  let low = 0, high = numbers.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] < wanted) low = middle; else high = middle;
+  }
+  if (!numbers.length) return -1;
+  return Math.abs(numbers[high] - wanted) < Math.abs(numbers[low] - wanted) ? high : low;
+}
+
+function spoken(name, series, format) {
+  const parts = series.map((s) => ({ name: s.name, values: s.values.filter(known) })).filter((s) => s.values.length);
+  return `${name} by epoch. ` + parts.map((s) => `${s.name} from ${format(s.values[0])} to ${format(s.values.at(-1))}`).join("; ");
+}
+
+// Paper has no fold-outs: print what is in them.
+let folded = [];
+addEventListener("beforeprint", () => { folded = [...document.querySelectorAll("details:not([open])")]; folded.forEach((d) => { d.open = true; }); });
+addEventListener("afterprint", () => folded.forEach((d) => { d.open = false; }));

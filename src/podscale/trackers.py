@@ -1,0 +1,140 @@
+"""Trackers: programs that people watch trainings with, behind one small interface.
+
+TensorBoard's files are always written. Weights & Biases and MLflow hear of a run if they are named (`--track wandb`),
+and are imported only then. A tracker gets the numbers of every event, in the first process alone. To add one, write a
+function from a run to a `Tracker` and put it into `TRACKERS`.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from podscale.errors import UserError, nearest
+from podscale.events import Event
+from podscale.run import Run
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a run as they come."""
+
+    def write(self, event: Event) -> None:
+        """One point in each curve."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+def numbers(event: Event) -> dict[str, float]:
+    """The curves that an event adds a point to, by name.
+
+    >>> numbers(Event("eval", 12, 1.0, {"accuracy": 0.5, "spent": {}}))
+    {'eval/accuracy': 0.5}
+    """
+    found = {f"{event.kind}/{name}": value for name, value in event.values.items()}
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+class TensorBoard:
+    """Event files in the run's folder. Points past the step that a run resumes from stay, and come twice."""
+
+    def __init__(self, run: Run) -> None:
+        from tensorboard.summary import Writer  # slow to import, and only needed here
+
+        self._writer: Any = Writer(str(run.folder / "tensorboard"))
+
+    def write(self, event: Event) -> None:
+        for name, value in numbers(event).items():
+            self._writer.add_scalar(name, value, event.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, named like the run's folder; its own settings (WANDB_MODE, ...) hold as ever.
+
+    A run that is resumed goes on as the same one there.
+    """
+
+    def __init__(self, run: Run) -> None:
+        wandb = _imported("wandb", "wandb")
+        name = run.folder.resolve().name
+        project = os.environ.get("WANDB_PROJECT", "podscale")
+        identity = f"{name}-{run.recipe.digest()}"[-64:]
+        self._run: Any = wandb.init(
+            project=project, name=name, id=identity, resume="allow", dir=str(run.folder), config=run.recipe.to_dict()
+        )
+
+    def write(self, event: Event) -> None:
+        if found := numbers(event):
+            self._run.log(found | {"epoch": event.epoch}, step=event.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow's experiment `podscale`; its own settings (MLFLOW_TRACKING_URI, ...) hold as ever."""
+
+    def __init__(self, run: Run) -> None:
+        mlflow = _imported("mlflow", "mlflow")
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "podscale"))
+        self._client: Any = mlflow.MlflowClient()
+        kept = run.folder / "mlflow-run"
+        if not kept.exists():
+            experiment = mlflow.get_experiment_by_name(os.environ.get("MLFLOW_EXPERIMENT_NAME", "podscale"))
+            begun = self._client.create_run(experiment.experiment_id, run_name=run.folder.resolve().name)
+            kept.write_text(begun.info.run_id, encoding="utf-8")
+            for section, fields in run.recipe.to_dict().items():
+                for field, value in fields.items():
+                    self._client.log_param(begun.info.run_id, f"{section}.{field}", value)
+        self._id = kept.read_text(encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        for name, value in numbers(event).items():
+            self._client.log_metric(self._id, name, value, step=event.step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+TRACKERS: dict[str, Callable[[Run], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+ALWAYS = ("tensorboard",)
+
+
+def check(names: Collection[str]) -> None:
+    """Refuses trackers that are not known."""
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"there is no tracker {name!r}: {nearest(name, TRACKERS)}")
+
+
+def opened(run: Run, names: Collection[str]) -> list[Tracker]:
+    """The trackers that always are told, and those that are named."""
+    check(names)
+    with _refusing():
+        return [TRACKERS[name](run) for name in dict.fromkeys((*ALWAYS, *names))]
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return __import__(module)
+    except ImportError:
+        raise UserError(f"{package} is not installed; pip install {package}, or leave it out of --track") from None
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """A tracker that cannot begin ends the run before it does: better than a training that nobody sees."""
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # whatever a foreign library raises
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"a tracker could not be started: {why[:300]}") from error
