@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+from podscale import bench
+from podscale import pod as pods
 from podscale.budget import sheet, trace
 from podscale.budget.program import CONVOLUTIONS, Program
 from podscale.errors import UserError
+from podscale.options import Options
+from podscale.recipe import load
 
 # What XLA makes of one convolution and its gradients on an NVIDIA GPU, shortened.
 CUDNN = """
@@ -159,3 +163,14 @@ def test_the_largest_gap_is_to_the_ceiling_that_matters():
 def test_no_work_seen_is_told_in_a_sentence():
     with pytest.raises(UserError, match="the profiler saw no work"):
         trace.seen([])
+
+
+def test_a_benchmark_of_the_step_tells_its_budget():
+    recipe = load("digits").override({"model.width": 8})
+    found = bench.step(recipe, pods.of(jax.devices()[:1], "1x1"), Options(), images=32, repeats=1, profile=True)
+    budget = found["budget"]
+    kinds = {row["kind"] for row in budget["kinds"]}
+    assert {"convolution forward", "normalization", "optimizer", "reduction"} <= kinds
+    assert "measured ceilings: " in sheet.told(budget)
+    assert budget["verdict"] in sheet.told(budget)
+    assert sum(row["s"] for row in budget["kinds"]) > 0.2 * budget["whole_s"]

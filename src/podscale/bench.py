@@ -8,6 +8,9 @@ import jax
 import numpy as np
 
 from podscale import recipe as recipes
+from podscale.budget import sheet, trace
+from podscale.budget.program import Program
+from podscale.doctor import rates
 from podscale.errors import UserError
 from podscale.job import Job, assemble, compiled_step
 from podscale.options import Options
@@ -16,12 +19,16 @@ from podscale.pod import Pod, batch_sharding, first_ones
 from podscale.recipe import Recipe
 
 SECONDS_PER_REPEAT = 1.0
+PROFILED_CALLS = 3
 
 
-def step(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5) -> dict[str, Any]:
+def step(
+    recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5, profile: bool = False
+) -> dict[str, Any]:
     """Milliseconds per update and images per second: the median of `repeats` stretches of about a second each.
 
-    `images` per device replaces the recipe's batch; a batch-norm group then never spans more than the whole batch.
+    `images` per device replaces the recipe's batch; a batch-norm group then never spans more than the whole batch. With
+    `profile`, also where the time of an update goes on the device, by kind of work.
     """
     if images:
         size = images * pod.size
@@ -57,7 +64,24 @@ def step(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: i
         "images_per_s": recipe.batch.size / median,
         "compile_s": compile_s,
         "peak_bytes": _peak_bytes(pod),
-    }
+    } | ({"budget": _budget(call, state, batch, job)} if profile else {})
+
+
+def _budget(call: Any, state: Any, batch: tuple[Any, ...], job: Job) -> dict[str, Any]:
+    """Where the time of an update goes, beside what this machine can do at most, which is measured first."""
+    best = rates.device(job.plan.pod)
+    device = next(d for d in job.plan.pod.devices if d.process_index == jax.process_index())
+
+    def work() -> Any:
+        nonlocal state
+        for _ in range(PROFILED_CALLS):
+            state, _ = call(state, *batch)
+        return state
+
+    seen = trace.watch(work, device)
+    ceilings = sheet.Ceilings(best["copy_bytes_per_s"], best["matrix_flops_per_s"])
+    found = sheet.of(Program(call.as_text()), seen, PROFILED_CALLS * job.plan.steps_per_call, ceilings)
+    return found | {"copy_bytes_per_s": ceilings.bytes_per_s, "matrix_flops_per_s": ceilings.flops_per_s}
 
 
 def _counts(recipe: Recipe) -> Counts:

@@ -147,7 +147,7 @@ def _options() -> list[str]:
     )
     own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
     own += " --seeds --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
-    own += " --strategies --bytes --no-tree --restarts --logs"
+    own += " --strategies --bytes --no-tree --restarts --logs --profile"
     own += " --track --path --split --step"
     sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
     return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
@@ -212,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     _takes_recipe(step, "resnet50-imagenet-4k")
     step.add_argument("--images", type=int, default=0, metavar="N", help="images per device (default: batch.size)")
     step.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
+    step.add_argument("--profile", action="store_true", help="also where the time goes, by kind of work")
     _takes_bench_input(kinds)
     _takes_bench_sum(kinds)
     _data_verbs(verbs)

@@ -22,6 +22,8 @@ from podscale.plan import Plan
 from podscale.pod import ALL_AXES, BATCH_AXES
 from podscale.recipe import Recipe
 
+OPTIMIZER = "optimizer"  # the scope that a profile of the step finds the update by
+
 
 class State(NamedTuple):
     """All that training changes; the same on every device at every step."""
@@ -138,9 +140,10 @@ def _update(
         params, opt_state, grad_norm, moments, seen = _sharded_update(net, plan, optimizer, state, local)
     else:
         grads, moments, seen = _pod_sums(plan, local)
-        updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-        params = net.moved(state.params, updates)
-        grad_norm = optax.tree.norm(grads)
+        with jax.named_scope(OPTIMIZER):
+            updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
+            params = net.moved(state.params, updates)
+            grad_norm = optax.tree.norm(grads)
     stats = norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
     average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
     sound = jnp.isfinite(seen["loss"]) & jnp.isfinite(grad_norm)  # the same on every device: both are sums over the pod

@@ -214,13 +214,20 @@ def bench_step(arguments: argparse.Namespace) -> Any:
     recipe = recipe_of(arguments)
     from podscale import bench
 
-    found = bench.step(recipe, _pod(arguments), plan_options(arguments), arguments.images, arguments.repeats)
-    _console(arguments).print(
+    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    found = bench.step(recipe, pod, options, arguments.images, arguments.repeats, arguments.profile)
+    console.print(
         f"{recipe.model.name}, {recipe.data.image_size} px, {found['images_per_device']} images a device on "
         f"{found['devices']}: {found['step_ms']:.2f} ms a step, {found['images_per_s']:,.0f} images/s "
         f"(compiled in {found['compile_s']:.0f} s)",
         highlight=False,
     )
+    if arguments.profile:
+        from podscale.budget import sheet
+        from podscale.report import words
+
+        console.print(words.columns(sheet.HEAD, sheet.rows(found["budget"])))
+        console.print(sheet.told(found["budget"]), highlight=False)
     return found
 
 

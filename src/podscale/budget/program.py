@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from podscale import norm
+from podscale import norm, step
 
 CONVOLUTIONS = ("convolution forward", "data gradient", "weight gradient")
 KINDS = (
@@ -24,7 +24,6 @@ KINDS = (
     "summation",
     "copy",
 )
-OPTIMIZER = "optimizer"  # the scope that the step gives
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _MOVES = {
@@ -88,7 +87,7 @@ class Instruction:
             "matrix product": "dot" in opcodes or library.startswith("__cublas"),
             "summation": any(opcode.startswith(_COLLECTIVES) for opcode in opcodes),
             "pooling": bool(opcodes & {"select-and-scatter", "reduce-window"}),
-            "optimizer": OPTIMIZER in scopes,
+            "optimizer": step.OPTIMIZER in scopes,
             "reduction": bool(opcodes & {"reduce", "scatter"}),
             "normalization": norm.SCOPE in scopes,
             "copy": opcodes <= _MOVES,

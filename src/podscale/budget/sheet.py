@@ -53,6 +53,12 @@ def _gap(kinds: list[dict[str, Any]], seen: Seen, steps: int) -> dict[str, Any]:
     }
 
 
+def told(found: dict[str, Any]) -> str:
+    """The ceilings, and the largest gap to them."""
+    copy, product = found["copy_bytes_per_s"] / 1e9, found["matrix_flops_per_s"] / 1e12
+    return f"measured ceilings: {copy:.3g} GB/s copied, {product:.3g} TFLOP/s multiplied; {found['verdict']}"
+
+
 def rows(found: dict[str, Any]) -> list[list[str]]:
     """The table's lines."""
     whole = found["whole_s"]
@@ -62,10 +68,10 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         numbers = [
             f"{1e3 * row['s']:.2f}",
             f"{row['s'] / whole:.1%}",
-            f"{row['bytes'] / 1e9:.2f}",
-            f"{row['bytes'] / 1e9 / seconds:,.0f}",
-            f"{row['flops'] / 1e12:.2f}",
-            f"{row['flops'] / 1e12 / seconds:,.0f}",
+            f"{row['bytes'] / 1e9:.3g}",
+            f"{row['bytes'] / 1e9 / seconds:.3g}",
+            f"{row['flops'] / 1e12:.3g}",
+            f"{row['flops'] / 1e12 / seconds:.3g}",
             f"{1e3 * row['least_s']:.2f}",
         ]
         lines.append([row["kind"], *numbers])
