@@ -298,3 +298,41 @@ def test_published_schedules_peak_at_the_end_of_warmup_and_end_at_1e_4(batch, pe
     close(rates(at, steps, steps_per_epoch, batch, **wanted), [0, peak / 2, peak, 1e-4])
     before, after = rates((int(top), int(top) + 1), steps, steps_per_epoch, batch, **wanted)
     assert 0.98 * peak < min(before, after) <= max(before, after) <= peak * (1 + 1e-6)
+
+
+# --- muon --------------------------------------------------------------------------------------------------------
+
+
+def muon_step(params, gradients, **changes):
+    recipe = override(Recipe(), {"optimizer.name": "muon", "optimizer.trust": 0.25, **changes})
+    rule = optim.optimizer(recipe, 0.5)
+    updates, state = rule.update(gradients, rule.init(params), params)
+    return updates, state
+
+
+def test_muon_moves_a_kernel_along_the_nearest_orthogonal_matrix_by_a_share_of_its_norm():
+    random = np.random.default_rng(0)
+    w, g = (random.normal(size=(3, 3, 8, 16)).astype(np.float32) for _ in range(2))
+    updates, _ = muon_step({"kernel": w}, {"kernel": g}, **{"optimizer.weight_decay": 0})
+    left, values, right = np.linalg.svd(g.reshape(72, 16), full_matrices=False)
+    wanted = -0.5 * 0.25 * np.linalg.norm(w) / 4 * (left @ right)  # an orthogonal matrix of 16 columns has norm 4
+    moved = np.asarray(updates["kernel"]).reshape(72, 16)
+    assert np.linalg.norm(moved) == pytest.approx(0.5 * 0.25 * np.linalg.norm(w), rel=1e-4)
+    cosine = (moved * wanted).sum() / np.linalg.norm(moved) / np.linalg.norm(wanted)
+    assert cosine > 0.97  # five Newton-Schulz steps leave singular values between 0.7 and 1.2
+    spread = np.linalg.svd(moved, compute_uv=False)
+    assert spread.max() / spread.min() < 2 < values.max() / values.min()
+
+
+def test_muon_leaves_all_but_convolutions_to_sgd():
+    params = {"kernel": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)}
+    gradients = {"kernel": np.full((4, 3), 2, np.float32), "bias": np.full(3, 3, np.float32)}
+    updates, _ = muon_step(params, gradients, **{"optimizer.weight_decay": 0.1})
+    assert np.asarray(updates["kernel"]) == pytest.approx(-0.5 * (2 + 0.1))
+    assert np.asarray(updates["bias"]) == pytest.approx(-0.5 * 3)
+
+
+def test_muon_decays_kernels_towards_zero():
+    w, g = np.ones((1, 1, 2, 2), np.float32), np.eye(2, dtype=np.float32)[None, None]
+    updates, _ = muon_step({"kernel": w}, {"kernel": g}, **{"optimizer.weight_decay": 0.1, "optimizer.trust": 1e-9})
+    assert np.asarray(updates["kernel"]) == pytest.approx(-0.5 * 0.1, abs=1e-6)

@@ -15,6 +15,10 @@ where ‖w‖ or ‖g‖ is 0 (`optax`: where ‖w‖ or ‖g + βw‖ is 0).
 
 Parameters whose last name is in `optimizer.skip` (biases and batch-norm scales) have neither weight decay nor trust
 ratio: the plain learning rate, with momentum.
+
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves every convolution's kernel, as a matrix, along the
+nearest orthogonal matrix to its momentum, so that all of its directions learn at the same rate. Here the step is a
+share of the kernel's own norm, as in LARS: w ← w − lr·(η‖w‖/‖O‖·O + βw). All else learns by SGD.
 """
 
 import math
@@ -95,6 +99,8 @@ def optimizer(
             rule = _sgd(wanted, learning_rate)
         case "adamw":
             rule = _adamw(wanted, learning_rate)
+        case "muon" if norms is whole_norms:
+            rule = _muon(wanted, learning_rate)
         case name:
             if norms is not whole_norms:
                 raise UserError(f"plan.summation sharded gives every device a part of each array; {name} may need all")
@@ -117,7 +123,7 @@ def _clipped(most: float, norms: Norms) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
-OWN = ("lars", "sgd", "adamw")
+OWN = ("lars", "sgd", "adamw", "muon")
 Rule = Callable[[Optimizer, optax.ScalarOrSchedule], optax.GradientTransformation]
 
 
@@ -171,6 +177,39 @@ def _adamw(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.Gr
         mask=_mask(wanted),
         nesterov=wanted.nesterov,
     )
+
+
+def _muon(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    kernels = optax.chain(
+        optax.contrib.scale_by_muon(
+            beta=wanted.momentum, nesterov=wanted.nesterov, weight_dimension_numbers=_as_matrices
+        ),
+        _shares_of_weights(wanted),
+        optax.add_decayed_weights(wanted.weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return optax.partition({True: kernels, False: _sgd(wanted, learning_rate)}, _convolutions)
+
+
+def _convolutions(params: Any) -> Any:
+    return jax.tree.map(lambda w: w.ndim == 4, params)
+
+
+def _as_matrices(params: Any) -> Any:
+    """Kernels [height, width, inputs, outputs] as matrices [height·width·inputs, outputs]."""
+    return jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers((0, 1, 2), 3), params)
+
+
+def _shares_of_weights(wanted: Optimizer) -> optax.GradientTransformation:
+    """u becomes η‖w‖/‖u‖·u."""
+
+    def update(updates: Any, params: Any) -> Any:
+        def one(u: jax.Array, w: jax.Array) -> jax.Array:
+            return u * (wanted.trust * _norm(w) / jnp.maximum(_norm(u), 1e-12)).astype(u.dtype)
+
+        return jax.tree.map(one, updates, params)
+
+    return optax.stateless(update)
 
 
 def _lars(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:

@@ -72,12 +72,14 @@ class Batch:
 class Optimizer:
     """How a gradient becomes an update."""
 
-    name: Literal["lars", "sgd", "adamw"] = _field("lars", "the update rule")
+    name: Literal["lars", "sgd", "adamw", "muon"] = _field("lars", "the update rule")
     form: Literal["mlperf", "scaled", "optax"] = _field("mlperf", "which published form of LARS")
     momentum: float = _field(0.9, "momentum; the first moment's decay for adamw")
-    nesterov: bool = _field(False, "Nesterov's momentum (sgd, adamw)")
+    nesterov: bool = _field(False, "Nesterov's momentum (sgd, adamw, muon)")
     weight_decay: float = _field(1e-4, "weight decay")
-    trust: float = _field(0.001, "LARS's trust coefficient")
+    trust: float = _field(
+        0.001, "trust coefficient of lars; the share of its norm that muon moves a kernel by, at rate 1"
+    )
     epsilon: float = _field(0.0, "added to denominators (lars, adamw)")
     second_moment: float = _field(0.999, "adamw's second moment's decay")
     skip: tuple[str, ...] = _field(("bias", "scale"), "parameters without weight decay and trust ratio, by last name")
