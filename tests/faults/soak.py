@@ -25,11 +25,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-
-from disturbed import Training, until  # noqa: E402
+from disturbed import Training, until
 
 PREEMPTED, DISK_MIB, BETWEEN_S = 75, 96, (60.0, 120.0)
 SAVE_STEPS = 50
@@ -202,6 +198,8 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.3, help="seconds of sleep before each update")
     parser.add_argument("--nice", type=int, default=5)
     asked = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
     print(f"seed {asked.seed}, {asked.seconds:.0f} s, {asked.epochs} epochs", flush=True)
     with tempfile.TemporaryDirectory() as name, small_disk(Path(name) / "disk") as disk:
         place = Path(name)

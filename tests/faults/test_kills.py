@@ -44,10 +44,10 @@ def _one_training(training, found, kills, draw):
     while True:
         before, process = training.session(), training.start()
         late = kill(training, process, draw.choice(MOMENTS), draw) if len(found) < kills else None
+        assert late or process.wait() == 0, training.said.read_text()[-2000:]
         if found and training.session() != before:
             found[-1].resumed = training.resumed()
         if late is None:
-            assert process.wait() == 0, training.said.read_text()[-2000:]
             return
         found.append(late)
 
