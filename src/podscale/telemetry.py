@@ -37,27 +37,30 @@ class Ledger:
     def __init__(self) -> None:
         self.began, self.began_at = time.perf_counter(), time.time()
         self.seconds: dict[str, float] = {}
-        self._open: tuple[str, float] | None = None  # the part that is being measured, and since when
+        self._part, self._since = "", self.began  # what is being measured, and booked up to when
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Books the time spent inside to `part`."""
-        self._open = part, time.perf_counter()
+        """Books the time spent inside to `part`, and to no part around it."""
+        self._book()
+        outer, self._part = self._part, part
         try:
             yield
         finally:
-            self.seconds, self._open = self._booked(), None
+            self._book()
+            self._part = outer
 
     def parts(self) -> dict[str, float]:
         """All parts, with what was booked nowhere as "other"; they sum to the wall time."""
-        wall, seconds = time.perf_counter() - self.began, self._booked()
-        return {**seconds, "other": max(wall - sum(seconds.values()), 0.0)}
+        self._book()
+        wall = self._since - self.began
+        return {**self.seconds, "other": max(wall - sum(self.seconds.values()), 0.0)}
 
-    def _booked(self) -> dict[str, float]:
-        if self._open is None:
-            return self.seconds
-        part, since = self._open
-        return {**self.seconds, part: self.seconds.get(part, 0.0) + time.perf_counter() - since}
+    def _book(self) -> None:
+        now = time.perf_counter()
+        if self._part:
+            self.seconds[self._part] = self.seconds.get(self._part, 0.0) + now - self._since
+        self._since = now
 
 
 class Journal:
