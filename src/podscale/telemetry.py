@@ -73,7 +73,9 @@ class Journal:
     def __init__(self, folder: Path, start: int) -> None:
         path = folder / "metrics.jsonl"
         kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= start] if start else []
-        write_atomically(path, "".join(f"{line}\n" for line in kept))
+        text = "".join(f"{line}\n" for line in kept)
+        if not path.exists() or path.read_text() != text:  # a full disk has no room to write the same again
+            write_atomically(path, text)
         self._file: IO[bytes] = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -129,8 +131,8 @@ class Teller:
         self._began = self._read = time.perf_counter()
         self._told = self.ledger.parts()
         if speaks():
-            self._trackers = trackers.opened(self.run, self._track)
             self._journal = Journal(self.run.folder, self._start)
+            self._trackers = trackers.opened(self.run, self._track)
         self._display = display(self.console, self.plan.steps, self._start)
         self._write("start", self._start, devices=self.plan.pod.size, kind=self.plan.pod.kind)
 
