@@ -288,12 +288,14 @@ class Teller:
         return found
 
     def _write(self, event: str, step: int, **values: Any) -> None:
+        room = False  # on the disk; trackers write to it, too, and some do not survive a full one
         if self._journal:
             with self.bearing(OSError):
                 self._journal.write(event, step, **values)
+                room = True
         if speaks():
             told = Event(event, step, step / self.plan.steps_per_epoch, values)
-            for tracker in self._trackers:
+            for tracker in self._trackers if room else ():
                 with self.bearing(OSError):
                     tracker.write(told)
             wishes = [callback(told) for callback in self._callbacks]
