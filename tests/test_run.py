@@ -237,6 +237,20 @@ def test_time_is_booked_though_the_work_fails():
     assert ledger.parts()["train"] > 0
 
 
+def test_a_part_inside_another_is_booked_once_and_known_before_it_ends():
+    ledger = Ledger()
+    with ledger.measure("train"):
+        time.sleep(0.01)
+        with ledger.measure("check"):
+            time.sleep(0.02)
+        time.sleep(0.01)
+        parts = ledger.parts()
+    assert parts["train"] >= 0.02
+    assert parts["check"] >= 0.02
+    assert parts["other"] < 0.01
+    assert ledger.seconds["check"] == parts["check"]
+
+
 # --- the scan of a data set ----------------------------------------------------------------------------------------
 
 

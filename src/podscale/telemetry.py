@@ -39,27 +39,30 @@ class Ledger:
     def __init__(self) -> None:
         self.began, self.began_at = time.perf_counter(), time.time()
         self.seconds: dict[str, float] = {}
-        self._open: tuple[str, float] | None = None  # the part that is being measured, and since when
+        self._part, self._since = "", self.began  # what is being measured, and booked up to when
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Books the time spent inside to `part`."""
-        self._open = part, time.perf_counter()
+        """Books the time spent inside to `part`, and to no part around it."""
+        self._book()
+        outer, self._part = self._part, part
         try:
             yield
         finally:
-            self.seconds, self._open = self._booked(), None
+            self._book()
+            self._part = outer
 
     def parts(self) -> dict[str, float]:
         """All parts, with what was booked nowhere as "other"; they sum to the wall time."""
-        wall, seconds = time.perf_counter() - self.began, self._booked()
-        return {**seconds, "other": max(wall - sum(seconds.values()), 0.0)}
+        self._book()
+        wall = self._since - self.began
+        return {**self.seconds, "other": max(wall - sum(self.seconds.values()), 0.0)}
 
-    def _booked(self) -> dict[str, float]:
-        if self._open is None:
-            return self.seconds
-        part, since = self._open
-        return {**self.seconds, part: self.seconds.get(part, 0.0) + time.perf_counter() - since}
+    def _book(self) -> None:
+        now = time.perf_counter()
+        if self._part:
+            self.seconds[self._part] = self.seconds.get(self._part, 0.0) + now - self._since
+        self._since = now
 
 
 class Journal:
@@ -72,7 +75,9 @@ class Journal:
     def __init__(self, folder: Path, start: int) -> None:
         path = folder / "metrics.jsonl"
         kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= start] if start else []
-        write_atomically(path, "".join(f"{line}\n" for line in kept))
+        text = "".join(f"{line}\n" for line in kept)
+        if not path.exists() or path.read_text() != text:  # a full disk has no room to write the same again
+            write_atomically(path, text)
         self._file: IO[bytes] = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -129,8 +134,8 @@ class Teller:
         self._began = self._read = time.perf_counter()
         self._told = self.ledger.parts()
         if speaks():
-            self._trackers = trackers.opened(self.run, self._track)
             self._journal = Journal(self.run.folder, self._start)
+            self._trackers = trackers.opened(self.run, self._track)
         self._display = display(self.console, self.plan.steps, self._start)
         self._write("start", self._start, devices=self.plan.pod.size, kind=self.plan.pod.kind)
 
@@ -293,12 +298,14 @@ class Teller:
         return found
 
     def _write(self, event: str, step: int, **values: Any) -> None:
+        room = False  # on the disk; trackers write to it, too, and some do not survive a full one
         if self._journal:
             with self.bearing(OSError):
                 self._journal.write(event, step, **values)
+                room = True
         if speaks():
             told = Event(event, step, step / self.plan.steps_per_epoch, values)
-            for tracker in self._trackers:
+            for tracker in self._trackers if room else ():
                 with self.bearing(OSError):
                     tracker.write(told)
             wishes = [callback(told) for callback in self._callbacks]
