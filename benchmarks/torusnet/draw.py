@@ -1,6 +1,6 @@
 """Tables in Markdown and a plot in SVG of what `sums.py` found: measured points over the lines of the model.
 
-python benchmarks/torusnet/draw.py sums-3x3.json sums-4x4.json --svg docs/torus.svg
+python benchmarks/torusnet/draw.py sums-3x3.json sums-4x4.json --svg docs/torus-measured.svg
 """
 
 import argparse
@@ -79,7 +79,9 @@ def panel(one: dict[str, Any], left: float) -> str:
 def modelled(one: dict[str, Any], point: Point, least: int, most: int) -> list[tuple[float, float]]:
     """The model's line of a strategy, as (bytes, milliseconds)."""
     told = one["links"][str(point["cores"])]
-    lines = {name: Line(**value) for name, value in told.items() if isinstance(value, dict)}
+    lines = {
+        name: Line(value["hop_s"], value["rate"] or math.inf) for name, value in told.items() if isinstance(value, dict)
+    }  # JSON has no infinity: a chip of one core has nothing to sum
     probe = Probe(told["rows"], told["cols"], **lines)
     sizes = [least * (most / least) ** (i / 60) for i in range(61)]
     return [(size, 1e3 * probe.summation_s(point["strategy"], size)) for size in sizes]
