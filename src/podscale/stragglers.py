@@ -82,7 +82,7 @@ def judge(paces: Sequence[Pace]) -> list[Straggler]:
     if len(paces) < 2:
         return found
     call_s = statistics.median(pace.call_s for pace in paces)
-    for part, name in (("input", "input"), ("kept", "host")):
+    for part, name in (("kept", "host"), ("input", "input")):
         usual = statistics.median_low(getattr(pace, part) for pace in paces)
         late = [pace for pace in paces if getattr(pace, part) - usual > SHARE * call_s]
         found += [Straggler(pace.process, pace.host, name, getattr(pace, part), usual) for pace in late]
@@ -90,7 +90,8 @@ def judge(paces: Sequence[Pace]) -> list[Straggler]:
     if len(timed) == len(paces):
         usual = statistics.median_low(step for _, step in timed)
         found += [Straggler(p.process, p.host, "step", step, usual) for p, step in timed if step > TIMES * usual]
-    return found
+    kept = {one.process for one in found if one.part == "host"}  # which makes all else it does slow too
+    return [one for one in found if one.part == "host" or one.process not in kept]
 
 
 class Stragglers:
