@@ -45,6 +45,11 @@ def test_a_process_that_is_kept_from_running_is_slow_in_all_it_does():
     assert (found.process, found.part) == (2, "host")
 
 
+def test_what_is_slowest_is_named():
+    (found,) = judge(paces(Pace(2, "host2", 0.3, 0.25, 0.12, 0.005)))
+    assert (found.process, found.part) == (2, "input")
+
+
 def test_of_two_the_slower_is_named():
     (found,) = judge(paces(Pace(1, "host1", 0.3, 0.21, 0.02, 0.005), processes=2))
     assert (found.process, found.part) == (1, "input")
