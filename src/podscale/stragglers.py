@@ -81,15 +81,18 @@ def judge(paces: Sequence[Pace]) -> list[Straggler]:
     found: list[Straggler] = []
     if len(paces) < 2:
         return found
-    call_s = statistics.median(pace.call_s for pace in paces)
-    for part, name in (("input", "input"), ("kept", "host")):
-        usual = statistics.median_low(getattr(pace, part) for pace in paces)
-        late = [pace for pace in paces if getattr(pace, part) - usual > SHARE * call_s]
-        found += [Straggler(pace.process, pace.host, name, getattr(pace, part), usual) for pace in late]
-    timed = [(pace, pace.step) for pace in paces if pace.step is not None]
-    if len(timed) == len(paces):
-        usual = statistics.median_low(step for _, step in timed)
-        found += [Straggler(p.process, p.host, "step", step, usual) for p, step in timed if step > TIMES * usual]
+    enough_s = SHARE * statistics.median(pace.call_s for pace in paces)
+    input_s, kept_s = (statistics.median_low(getattr(pace, part) for pace in paces) for part in ("input", "kept"))
+    timed = [pace.step for pace in paces if pace.step is not None]
+    step_s = statistics.median_low(timed) if len(timed) == len(paces) else None
+    for pace in paces:
+        late_s = pace.kept - kept_s
+        waits_s = pace.input - input_s - max(late_s, 0.0)  # while it is kept from running, it waits for all it does
+        if max(late_s, waits_s) > enough_s:
+            part, own_s, others_s = ("host", pace.kept, kept_s) if late_s > waits_s else ("input", pace.input, input_s)
+            found.append(Straggler(pace.process, pace.host, part, own_s, others_s))
+        elif pace.step is not None and step_s is not None and pace.step > TIMES * step_s:
+            found.append(Straggler(pace.process, pace.host, "step", pace.step, step_s))
     return found
 
 

@@ -13,7 +13,7 @@ from processes import environment
 from podscale.run import Run
 
 SETTINGS = "digits --model.width 8 --train.epochs 6 --train.eval_epochs 3 --json".split()
-PREEMPTED, TIMEOUT_S = 75, 240
+PREEMPTED, TIMEOUT_S = 75, 900
 
 
 def free_port():

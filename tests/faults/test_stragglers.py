@@ -40,6 +40,16 @@ def test_the_slow_one_is_named_with_what_is_slow(part, pace, processes):
     assert "process 2 on host2 holds the others up" in found.told()
 
 
+def test_a_process_that_is_kept_from_running_is_slow_in_all_it_does():
+    (found,) = judge(paces(Pace(2, "host2", 0.3, 0.2, 0.2, 0.015)))
+    assert (found.process, found.part) == (2, "host")
+
+
+def test_what_is_slowest_is_named():
+    (found,) = judge(paces(Pace(2, "host2", 0.3, 0.25, 0.12, 0.005)))
+    assert (found.process, found.part) == (2, "input")
+
+
 def test_of_two_the_slower_is_named():
     (found,) = judge(paces(Pace(1, "host1", 0.3, 0.21, 0.02, 0.005), processes=2))
     assert (found.process, found.part) == (1, "input")
@@ -128,5 +138,5 @@ def test_a_host_that_runs_a_third_of_the_time_is_named_within_20_steps(tmp_path)
     assert codes == [0, 0, 0], outputs[0][1][-3000:]
     found = [line for line in named(tmp_path) if line["step"] > before]
     assert found
-    assert found[0]["part"] in ("host", "step")
+    assert found[0]["part"] in ("host", "step")  # of a CPU, the device is kept from running with the host
     assert found[0]["step"] <= before + 20
