@@ -390,6 +390,7 @@ def losses(run):
     return [line["loss"] for line in lines if line["event"] in ("train", "eval")]
 
 
+@pytest.mark.slow
 def test_prepared_photos_train_to_the_same_numbers(photos):
     before = contents(photos / "photos")
     found = answer(photos, "data", "prepare", "photos", "prepared", "--json")

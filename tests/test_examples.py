@@ -33,6 +33,7 @@ def test_training_from_python(run_example):
     assert "sample.png shows a" in said
 
 
+@pytest.mark.slow
 def test_a_callback_that_stops(run_example):
     said = run_example("callback.py")
     summary = json.loads(Path("runs/patient/summary.json").read_text())

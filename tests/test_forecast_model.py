@@ -182,6 +182,7 @@ def trained(folder):
     return summary, text.getvalue()
 
 
+@pytest.mark.slow
 def test_training_tells_of_its_step_only_where_the_chip_is_known(tmp_path, changed):
     summary, text = trained(tmp_path / "unknown")
     assert "step" not in summary

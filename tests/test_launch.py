@@ -129,6 +129,7 @@ def test_a_launched_training_listens_on_loopback_stops_when_asked_and_goes_on(tm
     assert_same_to_rounding(run, tmp_path / "one")
 
 
+@pytest.mark.slow
 @pytest.mark.processes(2)
 def test_a_killed_process_is_named_and_the_run_resumes_by_itself(tmp_path):
     launcher = launched(2, tmp_path, "--plan.save_steps", 5, launch=["--restarts", 2])

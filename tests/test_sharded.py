@@ -126,6 +126,7 @@ def losses(folder):
     return [m["loss"] for m in Run.load(folder).metrics() if m["event"] == "train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("sharded", "torus"), ("torus", "sharded"), ("sharded", "sharded")])
 def test_a_run_goes_on_with_another_summation(by_torus, tmp_path, first, then):
     trained(tmp_path, first, until=Until("accuracy", 0.0), micro_batches=2)

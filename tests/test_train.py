@@ -96,6 +96,7 @@ def test_stopping_and_resuming_changes_no_bit(undisturbed, recipe, tmp_path):
     assert losses(tmp_path) == losses(undisturbed[0])
 
 
+@pytest.mark.slow
 def test_another_pod_goes_on_where_the_first_one_stopped(undisturbed, recipe, tmp_path):
     train.train(recipe, pod=torus("2x4"), folder=tmp_path, until=Until("accuracy", 0.0), console=QUIET)
     summary = train.train(recipe, pod=torus("1x2"), folder=tmp_path, console=QUIET, options=Options(summation="ring"))
@@ -144,11 +145,12 @@ def test_the_newest_and_the_best_checkpoints_are_kept(undisturbed):
     scores = {m["step"]: m["accuracy"] for m in Run.load(folder).metrics() if m["event"] == "eval"}
     best = max(scores, key=lambda step: scores[step])
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-        assert set(checkpoints.steps()) == {34, 45, best}
+        assert set(checkpoints.steps()) == {23, 34, 45, best}  # as far back as a run may have to go
         assert scores[checkpoints.best()] == scores[best]
         assert checkpoints.newest() == 45
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_resumes_to_the_same_bits(tmp_path):
     """A real process, a real SIGKILL after the second checkpoint, the same command again."""
     settings = "--model.width 8 --train.epochs 6 --train.eval_epochs 1 --pod.virtual 1x2"

@@ -5,6 +5,7 @@ and are imported only then. A tracker gets the numbers of every event, in the fi
 function from a run to a `Tracker` and put it into `TRACKERS`.
 """
 
+import importlib
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def opened(run: Run, names: Collection[str]) -> list[Tracker]:
 
 def _imported(module: str, package: str) -> Any:
     try:
-        return __import__(module)
+        return importlib.import_module(module)
     except ImportError:
         raise UserError(f"{package} is not installed; pip install {package}, or leave it out of --track") from None
 

@@ -65,7 +65,8 @@ def losses(folder):
     return [m["loss"] for m in Run.load(folder).metrics() if m["event"] == "train"]
 
 
-@pytest.mark.parametrize("shape", [pytest.param("1x1", marks=pytest.mark.slow), "2x2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["1x1", "2x2"])
 def test_a_run_goes_back_and_leaves_out_the_batches_that_led_there(recipe, shape, tmp_path, monkeypatch, capsys):
     known, other = tmp_path / "known", tmp_path / "other"
     trained(recipe, known, shape, until=Until("accuracy", 0.0))  # up to step 12
@@ -116,6 +117,7 @@ def podscale(command, **more):
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, **more)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_learns_nothing_but_no_numbers_ends_with_its_code_and_one_sentence(tmp_path):
     """No injection: a learning rate that is far too high. The bundle's own command does it again, elsewhere."""
     peak = "--schedule.peak 1e25 --schedule.warmup_epochs 0 --optimizer.name sgd --train.bad_updates 3"

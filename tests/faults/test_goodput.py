@@ -19,6 +19,7 @@ def started(folder):
     return subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_run_that_was_killed_sum_to_its_wall_time(tmp_path):
     killed, ledger = started(tmp_path), tmp_path / "ledger.json"
     deadline = time.monotonic() + 240

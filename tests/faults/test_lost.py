@@ -48,8 +48,9 @@ def killed(processes, victim, folder, step):
     return [codes[number] for number in others], [outputs[number][1] for number in others], seconds
 
 
+@pytest.mark.slow
 @pytest.mark.processes(2)
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_whoever_is_killed_the_others_end_by_name_and_the_run_goes_on(tmp_path, undisturbed, processes):
     """First the last process, in the middle of sums; then, resumed, the first one, which coordinates."""
     victim = processes - 1

@@ -82,7 +82,7 @@ def undisturbed(tmp_path_factory):
     [
         pytest.param(1, "2x2", [0], 5, marks=pytest.mark.slow),
         pytest.param(1, "2x2", [0], 33, marks=pytest.mark.slow),
-        pytest.param(2, "1x2", [1], 7, marks=pytest.mark.processes(2)),
+        pytest.param(2, "1x2", [1], 7, marks=[pytest.mark.processes(2), pytest.mark.slow]),
         pytest.param(4, "2x2", [2], 20, marks=[pytest.mark.processes(4), pytest.mark.slow]),
         pytest.param(4, "2x2", [0, 1, 2, 3], 9, marks=[pytest.mark.processes(4), pytest.mark.slow]),
     ],

@@ -27,6 +27,7 @@ cli.run()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_sleeps_is_ended_with_its_stacks_written_down(tmp_path):
     more = ["--pod.virtual", "1x1", "--plan.timeout_s", "8", "--run", str(tmp_path / "run")]
     done = subprocess.run(

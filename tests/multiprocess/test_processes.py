@@ -44,6 +44,7 @@ def losses(folder):
     return [m["loss"] for m in Run.load(folder).metrics() if m["event"] == "train"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes(2)
 @pytest.mark.processes(4)
 def test_processes_train_what_one_process_trains(tmp_path):
@@ -63,6 +64,7 @@ def test_processes_train_what_one_process_trains(tmp_path):
         assert sum(correct) == round(many["accuracy"] * 360)
 
 
+@pytest.mark.slow
 @pytest.mark.processes(2)
 def test_processes_resume_a_run_that_one_process_began(tmp_path):
     begun = start(["--pod.virtual", "1x2", "--until", "accuracy=0"], tmp_path)
