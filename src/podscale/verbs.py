@@ -134,9 +134,10 @@ def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> d
 
 
 def _published(arguments: argparse.Namespace) -> Any:
-    from podscale.forecast import published
+    from podscale.forecast import described, published
     from podscale.report import words
 
+    described.leave_chips_alone()
     found = published.compare()
     values = published.to_dict(found)
     _console(arguments).print(words.columns(published.HEAD, published.rows(found)))
