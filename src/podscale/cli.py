@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO
 
-from podscale import completion
+from podscale import completion, data_verbs
 from podscale import verbs as do
 from podscale.errors import DivergedError, PreemptedError, UserError, nearest
 from podscale.options import Options, PodOptions
@@ -271,12 +271,14 @@ def _data_verbs(verbs: Any) -> None:
     data = verbs.add_parser("data", help="look at a data set, or prepare it", epilog=example, allow_abbrev=False)
     kinds = data.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
 
-    index = _verb(kinds, "index", do.data_index, "show what a data set holds, and keep its index", "data index PHOTOS")
+    index = _verb(
+        kinds, "index", data_verbs.index, "show what a data set holds, and keep its index", "data index PHOTOS"
+    )
     index.add_argument("path", metavar="PATH", help="a folder of pictures, of shards, or of CIFAR; or an .npz file")
     _takes_source(index, ("npz", "cifar", "mnist"))
 
     text = "draw what the model will see: a sheet of samples, cropped, mirrored and mixed as in training"
-    show = _verb(kinds, "show", do.data_show, text, "data show imagefolder --data.path PHOTOS --to samples.png")
+    show = _verb(kinds, "show", data_verbs.show, text, "data show imagefolder --data.path PHOTOS --to samples.png")
     show.add_argument("recipe", nargs="?", default="imagefolder", metavar="RECIPE", help="a recipe's name or TOML file")
     show.add_argument("--to", default="samples.png", metavar="FILE.png", help="where to draw (default: samples.png)")
     show.add_argument("--split", choices=("train", "val"), default="train", metavar="train|val", help="of which split")
@@ -285,12 +287,12 @@ def _data_verbs(verbs: Any) -> None:
     _takes_fields(show, SECTIONS.items())
 
     text = "decode every picture, and name what is wrong; exit code 1 if anything is"
-    check = _verb(kinds, "check", do.data_check, text, "data check PHOTOS")
+    check = _verb(kinds, "check", data_verbs.check, text, "data check PHOTOS")
     check.add_argument("path", metavar="PATH", help="a folder of pictures, or of shards")
     _takes_source(check)
 
     text = "write a data set again, so that training reads it faster: without loss, unless told otherwise"
-    prepare = _verb(kinds, "prepare", do.data_prepare, text, "data prepare PHOTOS PREPARED --longest 400")
+    prepare = _verb(kinds, "prepare", data_verbs.prepare, text, "data prepare PHOTOS PREPARED --longest 400")
     prepare.add_argument("src", metavar="SRC", help="the data set, which stays as it is")
     prepare.add_argument("dst", metavar="DST", help="a folder to write to; the same command goes on if it was stopped")
     prepare.add_argument("--longest", type=int, metavar="N", help="shrink pictures whose longer side has more pixels")

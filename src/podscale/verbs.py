@@ -24,7 +24,7 @@ def train(arguments: argparse.Namespace) -> Any:
     from podscale.report import words
 
     pod, options = _pod(arguments), plan_options(arguments)
-    console = _console(arguments)  # after the processes have joined: only the first one's says anything
+    console = console_of(arguments)  # after the processes have joined: only the first one's says anything
     summary = train.train(
         recipe,
         pod=pod,
@@ -51,7 +51,7 @@ def evaluate(arguments: argparse.Namespace) -> Any:
     run = inference.open_run(arguments.run)
     run = dataclasses.replace(run, recipe=recipes.override(run.recipe, _given(arguments, SECTIONS)))
     found = inference.evaluate(run, _pod(arguments), plan_options(arguments), arguments.checkpoint)
-    _console(arguments).print(
+    console_of(arguments).print(
         f"{found['accuracy']:.2%} of {found['examples']:,} right (top 5: {found['accuracy_top5']:.2%}), "
         f"loss {found['loss']:.4f}, checkpoint {found['checkpoint']}",
         highlight=False,
@@ -63,7 +63,7 @@ def predict(arguments: argparse.Namespace) -> Any:
     from podscale import inference
     from podscale.report import words
 
-    run, console, found = inference.open_run(arguments.run), _console(arguments), []
+    run, console, found = inference.open_run(arguments.run), console_of(arguments), []
     try:
         for picture in inference.predictions(run, arguments.images, arguments.checkpoint):
             words.show_prediction(picture, console)
@@ -85,7 +85,7 @@ def report(arguments: argparse.Namespace) -> Any:
         raise UserError("--to is for comparisons, of two runs or more; a run's own report is in its folder")
     else:
         path = page.write(runs[0])
-    _console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
+    console_of(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
     return {"report": str(path), "runs": [str(run.folder) for run in runs]}
 
 
@@ -96,7 +96,7 @@ def export(arguments: argparse.Namespace) -> Any:
     found = export.export(run, arguments.to, arguments.format, arguments.checkpoint)
     accuracy = "not evaluated" if found["accuracy"] is None else f"{found['accuracy']:.2%} right"
     told = f"{found['format']}, {found['bytes'] / 2**20:,.1f} MiB; checkpoint {found['checkpoint']}, {accuracy}"
-    _console(arguments).print(f"{found['file']}: {told}", highlight=False, markup=False)
+    console_of(arguments).print(f"{found['file']}: {told}", highlight=False, markup=False)
     return found
 
 
@@ -118,7 +118,7 @@ def plan(arguments: argparse.Namespace) -> Any:
             answers.keep(name, answer)
     from podscale.report import words
 
-    _console(arguments).print(words.table("plan", answer["rows"]))
+    console_of(arguments).print(words.table("plan", answer["rows"]))
     return answer["values"] | (_drawn(arguments, recipe) if arguments.plot else {})
 
 
@@ -129,7 +129,7 @@ def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> d
     if arguments.pod:
         described.leave_chips_alone()
     where = pod.named(arguments.pod) if arguments.pod else _pod(arguments)
-    with _console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
+    with console_of(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
         return ask.about(recipe, where, options, arguments.compile)._asdict()
 
 
@@ -140,8 +140,8 @@ def _published(arguments: argparse.Namespace) -> Any:
     described.leave_chips_alone()
     found = published.compare()
     values = published.to_dict(found)
-    _console(arguments).print(words.columns(published.HEAD, published.rows(found)))
-    _console(arguments).print(
+    console_of(arguments).print(words.columns(published.HEAD, published.rows(found)))
+    console_of(arguments).print(
         f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} "
         "(* further checks, not counted; no constant comes from any row)",
         highlight=False,
@@ -154,7 +154,7 @@ def _searched(arguments: argparse.Namespace, recipe: Recipe) -> Any:
     from podscale.report import words
 
     rows, values = ask.searched(recipe, arguments.search, arguments.chip_hours)
-    _console(arguments).print(words.columns(search.HEAD, rows))
+    console_of(arguments).print(words.columns(search.HEAD, rows))
     return values | (_drawn(arguments, recipe) if arguments.plot else {})
 
 
@@ -165,13 +165,13 @@ def _drawn(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     if not kind:
         raise UserError("--plot needs a kind of chip: give --pod KIND:RxC or --search KIND")
     found = ask.drawn(recipe, kind, arguments.plot)
-    _console(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
+    console_of(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
     return found
 
 
 def list_recipes(arguments: argparse.Namespace) -> Any:
     found = recipes.presets()
-    console = _console(arguments)
+    console = console_of(arguments)
     for name, doc in found.items():
         console.print(f"[bold]{name}[/bold]", highlight=False)
         for line in doc.splitlines():
@@ -184,7 +184,7 @@ def rehearse(arguments: argparse.Namespace) -> Any:
     from podscale import rehearsal
     from podscale.report import words
 
-    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    pod, options, console = _pod(arguments), plan_options(arguments), console_of(arguments)
     with console.status("rehearsing") as status:
         found = rehearsal.rehearse(recipe, pod, options, images=arguments.images, tell=status.update)
     console.print(words.table("rehearsal", rehearsal.rows(found)))
@@ -201,7 +201,7 @@ def study(arguments: argparse.Namespace) -> Any:
     from podscale.study import running
 
     folder, pod = Path(arguments.run or Path("runs") / asked.name), _pod(arguments)
-    console = _console(arguments)
+    console = console_of(arguments)
     found = running.run(asked, folder, pod, plan_options(arguments), console)
     console.print(words.columns(spread.HEAD, spread.rows(found)))
     console.print(
@@ -215,7 +215,7 @@ def bench_step(arguments: argparse.Namespace) -> Any:
     recipe = recipe_of(arguments)
     from podscale import bench
 
-    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    pod, options, console = _pod(arguments), plan_options(arguments), console_of(arguments)
     found = bench.step(recipe, pod, options, arguments.images, arguments.repeats, arguments.profile)
     console.print(
         f"{recipe.model.name}, {recipe.data.image_size} px, {found['images_per_device']} images a device on "
@@ -237,7 +237,7 @@ def bench_input(arguments: argparse.Namespace) -> Any:
     from podscale import bench_input
     from podscale.report import rates
 
-    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    pod, options, console = _pod(arguments), plan_options(arguments), console_of(arguments)
     asked = {name: getattr(arguments, name) for name in ("images", "feed", "threads")}
     found = bench_input.measure(recipe, pod, options, **asked)
     rates.show(found, console)
@@ -251,7 +251,7 @@ def bench_sum(arguments: argparse.Namespace) -> Any:
     from podscale import bench_sum
     from podscale.report import words
 
-    pod, options, console = _pod(arguments), plan_options(arguments), _console(arguments)
+    pod, options, console = _pod(arguments), plan_options(arguments), console_of(arguments)
     found = bench_sum.measure(recipe, pod, options, names, sizes or bench_sum.SIZES, arguments.tree, arguments.repeats)
     console.print(words.columns(bench_sum.HEAD, bench_sum.rows(found)))
     return found
@@ -276,67 +276,11 @@ def doctor(arguments: argparse.Namespace) -> Any:
     from podscale.doctor.examine import examine, rows
     from podscale.report import words
 
-    pod, console = _pod(arguments), _console(arguments)
+    pod, console = _pod(arguments), console_of(arguments)
     with console.status("measuring") as status:
         found = examine(pod, Path(arguments.path), lambda part: status.update(f"measuring: {part}"))
     console.print(words.table("doctor", rows(found)))
     console.print(found["verdict"], highlight=False, markup=False)
-    return found
-
-
-def data_index(arguments: argparse.Namespace) -> Any:
-    from podscale.data.survey import survey
-    from podscale.report import data_words
-    from podscale.report.counting import counting
-
-    console = _console(arguments)
-    with counting(console, "indexing") as progress:
-        found = survey(arguments.path, arguments.source, progress)
-    data_words.show_survey(found, console)
-    return found
-
-
-def data_check(arguments: argparse.Namespace) -> Any:
-    from podscale.data.check import check
-    from podscale.report import data_words
-    from podscale.report.counting import counting
-
-    console = _console(arguments)
-    with counting(console) as progress:
-        found = check(arguments.path, arguments.source, progress)
-    data_words.show_check(found, console)
-    arguments.code = 0 if found["clean"] else 1
-    return found
-
-
-def data_show(arguments: argparse.Namespace) -> Any:
-    recipe = recipe_of(arguments)
-    from podscale.data import show
-    from podscale.report.counting import counting
-
-    console = _console(arguments)
-    with counting(console, "indexing") as progress:
-        found = show.write(
-            recipe, Path(arguments.to), arguments.split, arguments.images, arguments.step, progress=progress
-        )
-    console.print(f"{found['file']}: {found['told']}", highlight=False, markup=False)
-    return found
-
-
-def data_prepare(arguments: argparse.Namespace) -> Any:
-    from podscale.data.prepare import Settings, prepare
-    from podscale.report import data_words
-    from podscale.report.counting import counting
-
-    names = ("longest", "quality", "subsampling", "raw", "shard_mib")
-    settings = Settings(**{name: getattr(arguments, name) for name in names})
-    console = _console(arguments)
-    try:
-        with counting(console) as progress:
-            found = prepare(arguments.src, arguments.dst, settings, arguments.source, progress=progress)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on after the last whole shard") from None
-    data_words.show_prepared(found, console)
     return found
 
 
@@ -368,7 +312,8 @@ def _pod(arguments: argparse.Namespace) -> Any:
     return pod.find(options.shape, options.virtual, options.cores)
 
 
-def _console(arguments: argparse.Namespace) -> Any:
+def console_of(arguments: argparse.Namespace) -> Any:
+    """Where people are told of things."""
     from rich.console import Console
 
     # With --json, stdout carries the one JSON object and everything for people goes to stderr.
