@@ -77,7 +77,7 @@ def launch(command: list[str], processes: int, restarts: int = 0, logs: str | No
             _say(f"{death.told()}{f'; starting again ({restarts - left + 1} of {restarts})' if again else ''}")
             if not again:
                 break
-        if death.process and death.code != PREEMPTED:
+        if death.code != PREEMPTED and not group.told_by_first(death):
             group.show(death.process)
     return death.code
 
@@ -128,6 +128,10 @@ class Group:
         for member in self._members:
             if member.poll() is None:
                 member.send_signal(number)
+
+    def told_by_first(self, death: Death) -> bool:
+        """Whether the first process, which speaks, has said why: it is the one, or has met the same mistake."""
+        return death.process == 0 or (death.code == USER_ERROR == self._members[0].returncode)
 
     def show(self, number: int) -> None:
         """The last lines that a process wrote."""
