@@ -63,6 +63,21 @@ class BatchNorm(nnx.Module):
         self.moments = Moments(moments)
         return y
 
+    def affine(self, sums: jax.Array | None, rows: int) -> tuple[jax.Array, jax.Array]:
+        """The same as a factor and an offset for each group and channel: [groups, channels] each.
+
+        `sums` are those of the values and of their squares, over this device's `rows` values of each group; by autodiff
+        they get the gradient, in one message. None: the running statistics are used, for whatever groups there are.
+        """
+        if sums is None:
+            mean, var = self.mean[...][None], self.var[...][None]
+        else:
+            mean, mean_square = _over_tile(sums, self.groups) / (rows * _devices(self.groups))
+            var = jnp.maximum(mean_square - mean * mean, 0)
+            self.moments = Moments(jnp.stack([mean, var]).mean(axis=1))
+        factor = self.scale[...] * lax.rsqrt(var + self.epsilon)
+        return factor, self.bias[...] - mean * factor
+
 
 def running_update(stats: Any, moments: Any, momentum: float) -> Any:
     """Running statistics moved towards the pod's mean moments, as pure nested dicts ({..., "mean", "var"})."""
@@ -143,7 +158,12 @@ def _group_sum(values: jax.Array) -> jax.Array:
 
 def _count(grouped: jax.Array, groups: Groups) -> int:
     """Values that each of a group's statistics is made of."""
-    return grouped.shape[1] * grouped.shape[2] * math.prod(lax.axis_size(axis) for axis in groups.axes)
+    return grouped.shape[1] * grouped.shape[2] * _devices(groups)
+
+
+def _devices(groups: Groups) -> int:
+    """Over which a group is spread."""
+    return math.prod(lax.axis_size(axis) for axis in groups.axes)
 
 
 def _over_tile(sums: jax.Array, groups: Groups) -> jax.Array:

@@ -65,6 +65,7 @@ class Plan:
     keep: int
     timeout_s: float
     check_steps: int
+    kernels: str  # of fused layers: "triton" or "plain"; empty: layers are not fused
     deterministic: bool
     memory: Memory
 
@@ -178,6 +179,7 @@ class Plan:
             "summation": self.summation,
             "payload": self.payload,
             "bucket_bytes": self.bucket_bytes,
+            "kernels": self.kernels,
             "deterministic": self.deterministic,
             "lanes_per_host": lanes_per_host(self),
             "steps": self.steps,
@@ -253,9 +255,16 @@ def make(
         keep=options.keep,
         timeout_s=options.timeout_s,
         check_steps=options.check_steps,
+        kernels=_kernels(options, pod),
         deterministic=options.deterministic,
         memory=memory,
     )
+
+
+def _kernels(options: Options, pod: Pod) -> str:
+    if options.fused == "off" or (options.fused == "auto" and pod.kind != "gpu"):
+        return ""
+    return "triton" if pod.kind == "gpu" else "plain"
 
 
 def _check_options(options: Options) -> None:

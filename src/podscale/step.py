@@ -169,7 +169,7 @@ def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, la
     def loss_of(learnt: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
         params = net.joined(learnt, still)
         inputs, targets = augment.prepare(recipe, images, labels, state.step, positions, plan.counts.classes)
-        logits, moments = net.train(params, state.stats, inputs, plan.groups)
+        logits, moments = net.train(params, state.stats, inputs, plan.groups, plan.kernels)
         losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
         correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)
         loss = losses.sum() / recipe.batch.size
@@ -233,7 +233,7 @@ def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
     """
 
     def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> tuple[Tally, jax.Array]:
-        logits = net.evaluate(params, stats, augment.normalize(plan.recipe, images))
+        logits = net.evaluate(params, stats, augment.normalize(plan.recipe, images), plan.kernels)
         tally = jax.tree.map(jnp.add, tally, lax.psum(_tally(logits, labels), ALL_AXES))
         return tally, _answers(logits, labels)
 

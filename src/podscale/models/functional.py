@@ -14,6 +14,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from podscale.errors import UserError, nearest
+from podscale.models import chain
+from podscale.models.resnet import ResNet
 from podscale.norm import BatchNorm, Groups, Moments, distribute
 
 Tree = Any  # nested dicts of arrays
@@ -30,8 +32,13 @@ class Functional:
     head: str = ""  # where the layer stands that the number of classes shapes; empty if that is not known
     freeze: tuple[str, ...] = ()
 
-    def train(self, params: Tree, stats: Tree, images: jax.Array, groups: Groups) -> tuple[jax.Array, Tree]:
-        """Logits, and the moments each batch norm saw (nested like `stats`)."""
+    def train(
+        self, params: Tree, stats: Tree, images: jax.Array, groups: Groups, kernels: str = ""
+    ) -> tuple[jax.Array, Tree]:
+        """Logits, and the moments each batch norm saw (nested like `stats`).
+
+        With `kernels`, networks that can be a `chain` of fused layers are one.
+        """
         model = self.model(params, stats)
         model.train()
         if stats:
@@ -39,14 +46,14 @@ class Functional:
         for path, module in nnx.iter_modules(model) if self.freeze else ():
             if isinstance(module, BatchNorm) and self.frozen(dotted(path)):
                 module.use_running_average = True
-        logits = model(images)
+        logits = _called(model, images, kernels)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
 
-    def evaluate(self, params: Tree, stats: Tree, images: jax.Array) -> jax.Array:
+    def evaluate(self, params: Tree, stats: Tree, images: jax.Array, kernels: str = "") -> jax.Array:
         """Logits by the running statistics."""
         model = self.model(params, stats)
         model.eval()
-        return model(images)
+        return _called(model, images, kernels)
 
     def model(self, params: Tree, stats: Tree) -> Any:
         """The flax module with these numbers in it."""
@@ -105,6 +112,10 @@ def functional(model: nnx.Module, freeze: tuple[str, ...] = ()) -> tuple[Functio
     net, numbers = Functional(graph, shapes, stats_shapes, _head(model), freeze), nnx.to_pure_dict(params)
     _check_freeze(net, [dotted(path) for path in flatten_dict(numbers)])
     return net, numbers, nnx.to_pure_dict(stats)
+
+
+def _called(model: Any, images: jax.Array, kernels: str) -> jax.Array:
+    return chain.forward(model, images, kernels) if kernels and type(model) is ResNet else model(images)
 
 
 def dotted(path: Iterable[Any]) -> str:

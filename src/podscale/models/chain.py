@@ -1,0 +1,75 @@
+"""A ResNet as a chain of fused layers: the same function as `resnet`'s, from the same parameters.
+
+Each convolution takes the raw output of the one before it, with what normalizes it (`kernels/fused.py`). A block thus
+ends in the first convolution of the next one.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from podscale.kernels import fused, pool
+from podscale.kernels.fused import Affine, Raw
+from podscale.kernels.shape import Shape
+from podscale.models.resnet import BottleneckBlock, Conv, ResNet, Stem
+from podscale.norm import BatchNorm
+
+
+class Pending(NamedTuple):
+    """What is still to be normalized, added and rectified, as `fused.layer` takes it."""
+
+    x: Raw | jax.Array
+    affine: Affine = ()
+    rest: Raw | jax.Array | None = None
+    rest_affine: Affine = ()
+
+
+class Chain:
+    """The layers of a network, for one call."""
+
+    def __init__(self, images: int, held: int, kernels: str) -> None:
+        self.groups, self.kernels = images // (held or images), kernels
+
+    def convolved(self, conv: Conv, pending: Pending, *, keeps: bool = False, counts: bool = True) -> tuple[Any, Raw]:
+        kernel = conv.kernel[...]
+        shape = Shape(self.groups, conv.stride, kernel.shape[0] // 2, counts, keeps, self.kernels)
+        return fused.layer(shape, *pending, kernel)
+
+    def normalized(self, norm: BatchNorm, raw: Raw) -> Affine:
+        rows = raw.values.size // (raw.values.shape[-1] * self.groups)
+        factor, offset = norm.affine(raw.sums, rows)
+        shape = (self.groups, factor.shape[-1])
+        return jnp.broadcast_to(factor, shape), jnp.broadcast_to(offset, shape)
+
+    def stem(self, stem: Stem, images: jax.Array) -> jax.Array:
+        raw = fused.raw(self.groups, stem.conv(images), counts=not stem.norm.use_running_average)
+        x = fused.activation(self.groups, raw, self.normalized(stem.norm, raw))
+        if stem.small:
+            return x
+        return pool.max_pool(x) if pool.fits(x) else pool.plain(x)
+
+    def block(self, block: Any, pending: Pending) -> Pending:
+        convs = [(block.conv1, block.norm1), (block.conv2, block.norm2)]
+        if isinstance(block, BottleneckBlock):
+            convs.append((block.conv3, block.norm3))
+        beside: Any = None
+        for conv, norm in convs:
+            y, raw = self.convolved(conv, pending, keeps=beside is None, counts=not norm.use_running_average)
+            beside = y if beside is None else beside
+            pending = Pending(raw, self.normalized(norm, raw))
+        if block.shortcut is None:
+            return pending._replace(rest=beside)
+        norm = block.shortcut.norm
+        _, raw = self.convolved(block.shortcut.conv, Pending(beside), counts=not norm.use_running_average)
+        return pending._replace(rest=raw, rest_affine=self.normalized(norm, raw))
+
+
+def forward(net: ResNet, images: jax.Array, kernels: str) -> jax.Array:
+    """Logits, as `net(images)` has them."""
+    stem, *blocks, head = net.layers
+    chain = Chain(images.shape[0], stem.norm.groups.images, kernels)
+    pending = Pending(chain.stem(stem, images.astype(net.dtype)))
+    for block in blocks:
+        pending = chain.block(block, pending)
+    return head(fused.activation(chain.groups, *pending))

@@ -1,0 +1,235 @@
+"""Fused layers: the plain twin against autodiff in float64, the Pallas kernels against both, and whole networks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from podscale import models, pod
+from podscale import recipe as recipes
+from podscale.kernels import fused, plain, pointwise, pool
+from podscale.kernels.fused import Raw
+from podscale.kernels.shape import Shape
+from podscale.models import chain
+from podscale.models.functional import functional
+from podscale.norm import BatchNorm, Groups, Moments
+from podscale.pod import ALL_AXES, BATCH_AXES
+
+KINDS = {
+    "plain input": (False, "none"),
+    "normalized": (True, "none"),
+    "with a shortcut": (True, "array"),
+    "with a raw shortcut": (True, "raw"),
+}
+SIZES = [(4, 4, 32, 64), (2, 8, 64, 32), (12, 4, 16, 128)]  # images, side, channels in and out; two groups
+
+
+def drawn(images, side, inputs, outputs, dtype, groups=2):
+    random = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape), dtype)
+
+    picture, wide = (images, side, side, inputs), jnp.promote_types(dtype, jnp.float32)
+    channel = partial(normal, groups, inputs)
+    return {
+        "x": normal(*picture),
+        "affine": (channel().astype(wide), channel().astype(wide)),
+        "rest": normal(*picture),
+        "rest_affine": (channel().astype(wide), channel().astype(wide)),
+        "kernel": normal(1, 1, inputs, outputs) / np.sqrt(inputs).astype(dtype),
+        "dy": normal(*picture),
+        "dz": normal(images, side, side, outputs),
+        "dsums": normal(2, groups, outputs).astype(wide) / 100,
+        "factor": normal(groups, outputs).astype(wide),
+    }
+
+
+def taken(kind, numbers):
+    affine, rest = KINDS[kind]
+    return (
+        numbers["x"],
+        numbers["affine"] if affine else (),
+        None if rest == "none" else numbers["rest"],
+        numbers["rest_affine"] if rest == "raw" else (),
+        numbers["kernel"],
+    )
+
+
+def by_definition(kind, numbers):
+    """Outputs and gradients in float64, each step written out and left to autodiff."""
+    numbers = jax.tree.map(lambda v: v.astype(jnp.float64), numbers)
+    groups = numbers["factor"].shape[0]
+
+    def spread(channels, like):
+        return jnp.repeat(channels, like.shape[0] // groups, axis=0)[:, None, None]
+
+    def function(x, affine, rest, rest_affine, kernel):
+        y = x
+        if affine:
+            y = x * spread(affine[0], x) + spread(affine[1], x)
+            if rest is not None:
+                y += rest * spread(rest_affine[0], x) + spread(rest_affine[1], x) if rest_affine else rest
+            y = jax.nn.relu(y)
+        z = jnp.einsum("nhwi,io->nhwo", y, kernel[0, 0])
+        grouped = z.reshape(groups, -1, z.shape[-1])
+        return y, z, jnp.stack([grouped.sum(1), (grouped**2).sum(1)])
+
+    outputs, pull = jax.vjp(function, *taken(kind, numbers))
+    dz = numbers["dz"] * spread(numbers["factor"], numbers["dz"])
+    return outputs, pull((numbers["dy"], dz, numbers["dsums"]))
+
+
+def by_layers(kind, numbers, kernels):
+    shape = Shape(numbers["factor"].shape[0], keeps=True, kernels=kernels)
+    inputs = taken(kind, numbers)
+
+    def function(x, affine, rest, rest_affine, kernel):
+        ones = jax.tree.map(jnp.ones_like, numbers["affine"][0])
+        raw = Raw(rest, None, ones) if rest_affine else rest
+        y, out = fused.layer(shape, Raw(x, None, ones) if affine else x, affine, raw, rest_affine, kernel)
+        return y, out.values, out.sums, out.factor
+
+    (y, z, sums, _), pull = jax.vjp(function, *inputs)
+    dx, *others = pull((numbers["dy"], numbers["dz"], numbers["dsums"], numbers["factor"]))
+    return (y, z, sums), (dx, *others)
+
+
+def settled(kind, numbers, gradients):
+    """Gradients by raw arrays, which come without their factors, as they are by definition."""
+    dx, daffine, drest, drest_affine, dkernel = gradients
+
+    def times(g, factor):
+        return g.astype(jnp.float64) * jnp.repeat(factor, g.shape[0] // factor.shape[0], axis=0)[:, None, None]
+
+    dx = times(dx, numbers["affine"][0]) if KINDS[kind][0] else dx
+    drest = times(drest, numbers["rest_affine"][0]) if drest_affine else drest
+    return dx, daffine, drest, drest_affine, dkernel
+
+
+def close(found, wanted, tolerance):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert one.shape == other.shape
+        assert np.abs(one - other).max() <= tolerance * np.abs(other).max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plain_twin_is_the_definition(kind):
+    with jax.enable_x64(True):
+        numbers = drawn(*SIZES[0], jnp.float64)
+        outputs, gradients = by_layers(kind, numbers, "plain")
+        close((outputs, settled(kind, numbers, gradients)), by_definition(kind, numbers), 1e-12)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_are_the_definition_to_the_precision_of_bfloat16(kind, size):
+    with jax.enable_x64(True):
+        numbers = drawn(*size, jnp.bfloat16)
+        assert pointwise.fits(Shape(2), numbers["x"].shape, numbers["kernel"].shape)
+        outputs, gradients = by_layers(kind, numbers, "interpret")
+        close((outputs, settled(kind, numbers, gradients)), by_definition(kind, numbers), 0.03)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_and_twin_agree_closely(kind):
+    numbers = drawn(*SIZES[0], jnp.bfloat16)
+    close(by_layers(kind, numbers, "interpret"), by_layers(kind, numbers, "plain"), 0.01)
+
+
+def test_what_does_not_fit_is_left_to_the_twin():
+    assert not pointwise.fits(Shape(1), (2, 5, 5, 64), (1, 1, 64, 64))  # 50 rows
+    assert not pointwise.fits(Shape(1), (64, 4, 4, 24), (1, 1, 24, 64))  # 24 channels
+    assert not pointwise.fits(Shape(1, stride=2), (64, 4, 4, 64), (1, 1, 64, 64))
+    assert not pointwise.fits(Shape(1, padding=1), (64, 4, 4, 64), (3, 3, 64, 64))
+    for side in (4, 5, 7, 9, 14, 18, 28, 56):
+        assert pointwise.fits(Shape(4), (256, side, side, 2048), (1, 1, 2048, 512))
+
+
+# --- whole networks ----------------------------------------------------------------------------------------------
+
+
+def network(name, precision, stem="conv7"):
+    config = recipes.Model(name=name, stem=stem, width=16, precision=precision)
+    net, params, stats = functional(models.build(config, 10, 32, 0))
+    # Scales that start at 0 would hide whatever comes before them.
+    params = jax.tree.map(lambda v: v + 0.3 * jnp.asarray(np.random.default_rng(v.size).normal(size=v.shape)), params)
+    return net, jax.tree.map(lambda v: v.astype(jnp.float64 if precision == "float64" else jnp.float32), params), stats
+
+
+def trained(net, params, stats, images, groups, kernels):
+    """Loss, its gradients, and the moments that batch norms saw."""
+
+    def loss_of(params):
+        model = net.model(params, stats)
+        model.train()
+        model.set_attributes(BatchNorm, groups=groups)
+        logits = chain.forward(model, images, kernels) if kernels else model(images)
+        moments = nnx.to_pure_dict(nnx.pop(model, Moments))
+        return (logits * jnp.cos(jnp.arange(logits.size).reshape(logits.shape))).sum(), moments
+
+    return jax.value_and_grad(loss_of, has_aux=True)(params)
+
+
+@pytest.mark.parametrize(("name", "stem"), [("resnet18", "small"), ("resnet50", "space_to_depth")])
+def test_a_chain_is_the_network(name, stem):
+    with jax.enable_x64(True):
+        net, params, stats = network(name, "float64", stem)
+        images = jnp.asarray(np.random.default_rng(1).normal(size=(8, 32, 32, 3)))
+        wanted = trained(net, params, stats, images, Groups(4), "")
+        close(trained(net, params, stats, images, Groups(4), "plain"), wanted, 1e-8)
+
+
+def test_a_chain_over_tiles_is_the_network():
+    with jax.enable_x64(True):
+        net, params, stats = network("resnet8", "float64", "small")
+        images = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8, 8, 3)))
+        mesh = pod.of(jax.devices()[:4], "2x2").mesh((1, 2))
+        groups = Groups(0, pod.TILE)
+
+        def local(images, kernels):
+            (loss, moments), gradients = trained(net, params, stats, images, groups, kernels)
+            return jax.lax.psum((loss, moments, gradients), ALL_AXES)
+
+        def over(kernels):
+            mapped = jax.shard_map(
+                partial(local, kernels=kernels), mesh=mesh, in_specs=P(BATCH_AXES), out_specs=P(), check_vma=False
+            )
+            return jax.jit(mapped)(images)
+
+        close(over("plain"), over(""), 1e-8)
+
+
+def test_evaluation_by_a_chain_is_the_network():
+    net, params, stats = network("resnet50", "float32")
+    images = jnp.asarray(np.random.default_rng(1).normal(size=(4, 32, 32, 3)), jnp.float32)
+    model = net.model(params, stats)
+    model.eval()
+    close(chain.forward(model, images, "plain"), model(images), 1e-4)
+
+
+# --- the pool ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("levels", [3, 1000])  # with three, most windows have several largest places
+def test_the_pool_and_its_gradient_are_the_twin(levels):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.integers(0, levels, (2, 8, 6, 3)), jnp.float32)
+    dy = jnp.asarray(random.normal(size=(2, 4, 3, 3)), jnp.float32)
+    (y, pull), (wanted, wanted_pull) = jax.vjp(pool.max_pool, x), jax.vjp(pool.plain, x)
+    np.testing.assert_array_equal(y, wanted)
+    np.testing.assert_allclose(pull(dy)[0], wanted_pull(dy)[0], rtol=1e-6)
+
+
+def test_the_pool_takes_even_sides_only():
+    assert pool.fits(jnp.zeros((1, 4, 6, 1))) and not pool.fits(jnp.zeros((1, 5, 4, 1)))
+
+
+def test_sums_of_the_twin_are_by_group():
+    z = jnp.arange(16.0).reshape(4, 2, 1, 2)
+    np.testing.assert_array_equal(plain.counted(Shape(2), z)[0], [[12, 16], [44, 48]])
