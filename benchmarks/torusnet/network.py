@@ -169,8 +169,8 @@ class Torus:
                     process.wait()
         if failed:
             codes = {number: started[number].returncode for number in failed}
-            words = max(((folder / f"{number}.err").read_text()[-2000:] for number in failed), key=len)
-            raise SystemExit(f"hosts failed (exit codes {codes}); one of them says:\n{words}")
+            last = {(folder / f"{number}.err").read_text()[-500:] for number in failed}
+            raise SystemExit(f"hosts failed (exit codes {codes}); they say:\n" + "\n".join(sorted(last)))
         return [(folder / f"{number}.out").read_text() for number in range(len(started))]
 
     def _wait(self, started: list[subprocess.Popen[str]], until: float) -> None:
