@@ -1,4 +1,4 @@
-"""Completion of commands: by the parser, and in a real bash with a real terminal."""
+"""Completion of commands: by the parser, and in real shells on a real terminal."""
 
 import os
 import pty
@@ -54,17 +54,25 @@ def path(tmp_path):
     return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_a_real_bash_completes(path, tmp_path):
-    """Types into a bash on a terminal: the beginning of a word, the tab key, and sees the rest appear."""
-    environment = os.environ | {"PATH": path, "PS1": "> ", "TERM": "dumb"}
+SHELLS = {
+    "bash": (["bash", "--norc", "--noprofile", "-i"], b"source <(podscale completion bash)"),
+    "zsh": (["zsh", "-f", "-i"], b"autoload -U compinit; compinit -u -D; source <(podscale completion zsh)"),
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_real_shell_completes(shell, path, tmp_path):
+    """Types into a shell on a terminal: the beginning of a word, the tab key, and sees the rest appear."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    command, load = SHELLS[shell]
     main, terminal = pty.openpty()
-    bash = subprocess.Popen(
-        ["bash", "--norc", "--noprofile", "-i"],
+    process = subprocess.Popen(
+        command,
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
-        env=environment,
+        env=os.environ | {"PATH": path, "PS1": "> ", "TERM": "dumb"},
         cwd=tmp_path,
         start_new_session=True,
     )
@@ -80,7 +88,7 @@ def test_a_real_bash_completes(path, tmp_path):
                 seen += os.read(main, 4096)
 
     try:
-        os.write(main, b"source <(podscale completion bash); echo loa''ded\n")
+        os.write(main, load + b"; echo loa''ded\n")
         until(b"loaded\r\n")
         os.write(main, b"podscale rec\t")
         until(b"recipes ")
@@ -89,15 +97,22 @@ def test_a_real_bash_completes(path, tmp_path):
         os.write(main, b"\x15podscale train --plan.dete\t")
         until(b"--plan.deterministic ")
     finally:
-        bash.kill()
-        bash.wait()
+        process.kill()
+        process.wait()
         os.close(main)
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_read_their_scripts(shell, tmp_path):
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell}")
-    script = tmp_path / "script"
-    script.write_text(completion.SCRIPTS[shell])
-    assert subprocess.run([shell, "-n", str(script)], check=False).returncode == 0
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+def test_fish_completes(path, tmp_path):
+    script = tmp_path / "podscale.fish"
+    script.write_text(completion.SCRIPTS["fish"])
+
+    def completed(line):
+        asked = f"source {script}; complete -C {line!r}"
+        environment = os.environ | {"PATH": path, "HOME": str(tmp_path)}
+        done = subprocess.run(["fish", "-c", asked], env=environment, capture_output=True, text=True, check=True)
+        return [line.split("\t")[0] for line in done.stdout.splitlines()]
+
+    assert completed("podscale rec") == ["recipes"]
+    assert completed("podscale train dig") == ["digits"]
+    assert completed("podscale train --plan.dete") == ["--plan.deterministic"]

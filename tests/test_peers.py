@@ -30,7 +30,17 @@ def until(ready, limit_s=30):
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.05)
 
-found = {}
+found, met = {}, []
+
+def meeting(peer, after_s):
+    time.sleep(after_s)
+    peer.meet()
+    met.append(time.monotonic() - began)
+
+began = time.monotonic()
+going = [threading.Thread(target=meeting, args=(peer, after)) for peer, after in ((zero, 0), (one, 0), (two, 1.5))]
+[thread.start() for thread in going], [thread.join() for thread in going]
+found["all wait for the last"] = len(met) == 3 and min(met) >= 1.5
 time.sleep(2)
 found["all is well"] = zero.end() is None
 two.part()
@@ -60,6 +70,7 @@ def test_who_leaves_is_not_missed_and_who_falls_silent_is():
     found = json.loads(done.stdout)
     why = found.pop("why")
     assert found == {
+        "all wait for the last": True,
         "all is well": True,
         "who has left is not missed": True,
         "code": 69,

@@ -50,8 +50,10 @@ def test_mixed_pictures_name_both_classes():
     target = np.full(10, 0.01)
     target[3], target[7] = 0.7, 0.22
     names = tuple("abcdefghij")
-    assert show._caption(target, names) == "70% d + 22% h"
-    assert show._caption(np.eye(10)[4] * 0.9 + 0.01, names) == "e"
+    assert show._caption(target, names, 0.1) == "70% d + 22% h"
+    assert show._caption(np.eye(10)[4] * 0.9 + 0.01, names, 0.1) == "e"
+    assert show._caption(np.array([0.95, 0.05]), ("cat", "dog"), 0.1) == "cat"
+    assert show._caption(np.array([0.95, 0.05]), ("cat", "dog"), 0.0) == "95% cat + 5% dog"
 
 
 def test_validation_is_shown_as_evaluation_sees_it(tmp_path):

@@ -161,22 +161,23 @@ class Torus:
                         )
                     )
             self._wait(started, time.monotonic() + timeout_s)
+            failed = [number for number, process in enumerate(started) if process.poll()]
         finally:
             for process in started:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        failed = [number for number, process in enumerate(started) if process.returncode]
         if failed:
-            words = (folder / f"{failed[0]}.err").read_text()[-2000:]
-            raise SystemExit(f"hosts {failed} failed; the first of them says:\n{words}")
+            codes = {number: started[number].returncode for number in failed}
+            last = {(folder / f"{number}.err").read_text()[-500:] for number in failed}
+            raise SystemExit(f"hosts failed (exit codes {codes}); they say:\n" + "\n".join(sorted(last)))
         return [(folder / f"{number}.out").read_text() for number in range(len(started))]
 
     def _wait(self, started: list[subprocess.Popen[str]], until: float) -> None:
         """Until all have ended, or one has failed, or the time is up."""
         while any(process.poll() is None for process in started):
             if any(process.poll() for process in started):
-                time.sleep(1)  # the others may have something to say
+                time.sleep(5)  # the others may have something to say
                 return
             if time.monotonic() > until:
                 raise SystemExit("the hosts took too long")

@@ -118,11 +118,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    arguments, unknown = _parser().parse_known_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
     options = [word for word in unknown if word.startswith("--")]
     if options:
-        name = options[0].partition("=")[0]
-        raise UserError(f"there is no option {name}: {nearest(name, _options())}")
+        name, words = options[0].partition("=")[0], [word for word in argv if not word.startswith("-")]
+        known = completion.candidates(parser, [*words, "--"])
+        raise UserError(f"there is no option {name} here: {nearest(name, known)}")
     if unknown:
         raise UserError(f"what is {unknown[0]!r} for? podscale --help lists what there is")
     if arguments.verb is do.launch:
@@ -139,18 +141,6 @@ def _check_launched(command: list[str]) -> None:
         raise UserError(f"{command[0]} is for one process; launch starts train, eval, plan and bench")
     if launched.coordinator or launched.processes or launched.process >= 0:
         raise UserError("launch gives --coordinator, --processes and --process by itself; leave them out")
-
-
-def _options() -> list[str]:
-    own = (
-        "--json --run --until --allow-changed --pod --checkpoint --images --repeats --coordinator --processes --process"
-    )
-    own += " --source --longest --quality --subsampling --raw --shard-mib --feed --threads"
-    own += " --seeds --no-compile --published --search --chip-hours --plot --to --format --init --freeze"
-    own += " --strategies --bytes --no-tree --restarts --logs --profile"
-    own += " --track --path --split --step"
-    sections = [*SECTIONS.items(), ("pod", PodOptions), ("plan", Options)]
-    return own.split() + [f"--{name}.{field.name}" for name, kind in sections for field in dataclasses.fields(kind)]
 
 
 def _parser() -> argparse.ArgumentParser:

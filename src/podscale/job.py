@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from podscale import models, optim, sharded, weights
+from podscale import models, optim, peers, sharded, weights
 from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
@@ -170,11 +170,14 @@ def compiled(lowered: Any, plan: Plan, run: Run | None) -> Any:
     tried. So they are kept in the run, where the next session finds them, and algorithms whose sums come out in another
     order each time are not tried at all.
     """
-    if not plan.deterministic or jax.default_backend() != "gpu":
-        return lowered.compile(steps.compiler_options(plan) or None)
-    options = {"xla_gpu_exclude_nondeterministic_ops": True}
-    with programs_kept_in(run.programs) if run else nullcontext():
-        return lowered.compile(options)
+    if plan.deterministic and jax.default_backend() == "gpu":
+        options = {"xla_gpu_exclude_nondeterministic_ops": True}
+        with programs_kept_in(run.programs) if run else nullcontext():
+            program = lowered.compile(options)
+    else:
+        program = lowered.compile(steps.compiler_options(plan) or None)
+    peers.meet()  # some compile longer than others
+    return program
 
 
 @contextmanager

@@ -28,6 +28,7 @@ PATIENCE = 0.7  # of the heartbeat: then we say who is gone, before JAX's runtim
 SILENT_BEATS = 4  # beats missed by a process that is gone, where others already have trouble
 VERDICT_BEATS = 8  # beats in which the first process finds out who is gone
 FAREWELL_BEATS = 3  # for which the first process stays, so that all can read how it ended
+MEETING_S = 3600.0  # for which a process waits for the others to come to the same point
 LEFT = "left"
 
 NotThereError = jax.errors.JaxRuntimeError  # of a key, or of the process that keeps the keys
@@ -45,6 +46,7 @@ class Peers:
 
     def __init__(self, store: Any, process: int, processes: int, heartbeat_s: float) -> None:
         self._store, self._process, self._heartbeat_s = store, process, heartbeat_s
+        self._meetings = 0
         self.beat_s = min(BEAT_S, heartbeat_s / 10)
         self._heard = {number: ("", time.monotonic()) for number in range(processes)}
         self._over, self._busy_ending = threading.Event(), False
@@ -78,6 +80,11 @@ class Peers:
                 return found
             time.sleep(self.beat_s)
         return None
+
+    def meet(self) -> None:
+        """Waits until all have come here, each for the same time in the same order."""
+        self._meetings += 1
+        self._store.wait_at_barrier(f"podscale/meeting/{self._meetings}", round(1000 * MEETING_S))
 
     def farewell(self) -> None:
         """The last thing before an exit that is no success."""
@@ -156,6 +163,16 @@ def part() -> None:
     if _peers:
         _peers.part()
         _peers = None
+
+
+def meet() -> None:
+    """Waits for the other processes, if there are any, for as long as they live.
+
+    To be called before a sum that some may come to much later than others: between CPUs a process that has waited half
+    a minute for another one's message gives up.
+    """
+    if _peers:
+        _peers.meet()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 from podscale.errors import UserError, divisors, nearest_numbers
 from podscale.norm import Groups
 from podscale.options import Options
-from podscale.pod import TILE, Pod
+from podscale.pod import CORE, TILE, Pod
 from podscale.recipe import Recipe
 
 BUCKET_MIB = 32  # unless something else is chosen
@@ -98,7 +98,7 @@ class Plan:
     def groups(self) -> Groups:
         """How the images of one device and micro-batch fall into batch-norm groups."""
         span = self.recipe.batch.span
-        return Groups(span) if span <= self.micro_images else Groups(self.micro_images, TILE)
+        return Groups(span) if span <= self.micro_images else tiled(self.pod, self.micro_images)
 
     def positions(self, device: Any) -> Any:
         """Positions of the global batch that device number `device` (in batch order) works on: [micro-batch, image].
@@ -193,6 +193,16 @@ class Plan:
                 "limit": self.pod.memory_bytes,
             },
         }
+
+
+def tiled(pod: Pod, images: int) -> Groups:
+    """Groups that are spread over tiles, so many of their images on each device.
+
+    One sum over the whole tile is one latency, and the better choice on chips (`tests/test_tpu_program.py`). Between
+    CPUs it is a ring through all devices of all processes, so that those of a process are summed first.
+    """
+    inner = (CORE,) if pod.kind == "cpu" and pod.hosts > 1 and pod.cores > 1 else ()
+    return Groups(images, TILE, inner)
 
 
 def lanes_per_host(plan: Plan) -> int:

@@ -125,15 +125,17 @@ class Training:
         with Checkpoints(self.folder / "checkpoints", read_only=True) as checkpoints:
             return jax.tree.leaves(jax.device_get(checkpoints.restore(checkpoints.newest(), job.state)))
 
-    def session(self) -> int:
-        """Another number for each session that has come to its first update."""
-        path = self.folder / "metrics.jsonl"
-        return path.stat().st_ino if path.exists() else 0
+    def trains(self) -> bool:
+        """Whether the last session has come to its first update."""
+        return re.search(r"step [0-9,]+/", self._last_session()) is not None
 
     def resumed(self) -> int:
         """The step that the last session went on from, once it has come to its first update."""
-        found = re.findall(r"resuming after step ([0-9,]+)", self.said.read_text().rpartition(SESSION)[2])
+        found = re.findall(r"resuming after step ([0-9,]+)", self._last_session())
         return int(found[-1].replace(",", "")) if found else 0
+
+    def _last_session(self) -> str:
+        return self.said.read_text().rpartition(SESSION)[2]
 
     def updates(self) -> list[tuple[int, float]]:
         return [(line["step"], line["loss"]) for line in self.told() if line["event"] == "train"]
@@ -168,10 +170,9 @@ class Kill:
 
 def kill(training: Training, process: subprocess.Popen, moment: str, draw: random.Random) -> Kill | None:
     """Kills the process at such a moment; None where it had ended before that came."""
-    before = training.session()
     signs = {
         "starting": lambda: True,
-        "training": lambda: training.session() != before,
+        "training": training.trains,
         "saving": lambda: training.parts,
         "deleting": training.sign.exists,
     }

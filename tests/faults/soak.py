@@ -52,7 +52,7 @@ class Soak:
         """One fault; None where the training had come to its end before it."""
         if self.process.poll() is not None:
             return None
-        step, session, began = self.training.step(), self.training.session(), time.monotonic()
+        step, began = self.training.step(), time.monotonic()
         fault = getattr(self, f"_{kind}")()
         if self.process.poll() is None:
             new = until(lambda: self.training.step() > step, self.process, every_s=0.05)
@@ -60,17 +60,14 @@ class Soak:
             if self.process.returncode == 0:
                 return None
             self.process = self.training.start()
-            new = until(lambda: self._first_update(session), self.process, every_s=0.05)
+            new = until(self.training.trains, self.process, every_s=0.05)
             fault.lost = max(step - self.training.resumed(), 0)
         fault.again_s = time.monotonic() - began
         return fault if new else None
 
     def listens(self) -> None:
         """Waits until it has begun to train: before that, a signal that asks for no more pauses would end it."""
-        until(lambda: self.training.step() > 0, self.process, every_s=0.05)
-
-    def _first_update(self, session: int) -> bool:
-        return self.training.session() != session and self.training.step() > self.training.resumed()
+        until(self.training.trains, self.process, every_s=0.05)
 
     def _end(self, number: signal.Signals, *expected: int) -> float:
         began = time.monotonic()

@@ -43,10 +43,10 @@ def _one_training(training, found, kills, draw):
     """Until it ends by itself, which it may do before all kills were done."""
     first = len(found)
     while True:
-        before, process = training.session(), training.start()
+        process = training.start()
         late = kill(training, process, draw.choice(MOMENTS), draw) if len(found) < kills else None
         assert late or process.wait() == 0, training.said.read_text()[-2000:]
-        if len(found) > first and training.session() != before:
+        if len(found) > first and training.trains():
             found[-1].resumed = training.resumed()
         if late is None:
             return

@@ -44,7 +44,7 @@ def write(
             np.eye(len(data.classes))[data.val.labels[samples]],
         )
         told = f"{count} of {len(data.val):,} validation samples"
-    names = [_caption(target, data.classes) for target in targets]
+    names = [_caption(target, data.classes, recipe.augment.label_smoothing) for target in targets]
     try:
         sheet(pixels, names).save(path, "png")
     except OSError as error:
@@ -86,11 +86,10 @@ def _fitting(name: str, side: int, font: Any) -> str:
     return name
 
 
-def _caption(target: NDArray, classes: tuple[str, ...]) -> str:
+def _caption(target: NDArray, classes: tuple[str, ...], smoothing: float) -> str:
     """The class; or the two that are mixed, with their shares, where one is not nearly all of it."""
     first, *rest = np.argsort(-target, kind="stable")[:2].tolist()
-    smallest = float(target.min()) if len(target) > 2 else 0.0  # what smoothing gives to every class
-    if rest and target[rest[0]] - smallest > 0.01:
+    if rest and target[rest[0]] - smoothing / len(target) > 0.01:  # more than smoothing gives to every class
         return " + ".join(f"{target[c]:.0%} {classes[c]}" for c in (first, rest[0]))
     return classes[first]
 
