@@ -74,7 +74,7 @@ class BatchNorm(nnx.Module):
         if sums is None:
             mean, var = self.mean[...][None], self.var[...][None]
         else:
-            mean, mean_square = _over_tile(sums, self.groups) / (rows * _devices(self.groups))
+            mean, mean_square = over_tile(sums, self.groups) / (rows * _devices(self.groups))
             var = jnp.maximum(mean_square - mean * mean, 0)
             self.moments = Moments(jnp.stack([mean, var]).mean(axis=1))
         factor = self.scale[...] * lax.rsqrt(var + self.epsilon)
