@@ -56,7 +56,7 @@ def test_tensorboard_goes_on_after_a_full_disk(run, monkeypatch):
 
     tracker, _, second, third = trackers.TensorBoard(run), *EVENTS[:3]
     with monkeypatch.context() as full:
-        full.setattr(Path, "open", lambda path, mode: open("/dev/full", "wb"))
+        full.setattr(Path, "open", lambda path, mode: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
         with pytest.raises(OSError, match="No space left"):
             tracker.write(second)
     tracker.write(third)

@@ -14,14 +14,12 @@ needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there i
 
 @needs_full
 def test_what_does_not_fit_is_lost_and_nothing_else():
-    file = open("/dev/full", "w", buffering=1)
-    stream = Unfazed(file)
-    assert stream.write("told\n") == 5
-    stream.flush()
-    assert stream.encoding
-    assert not stream.isatty()
-    with suppress(OSError):
-        file.close()
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as file:  # the file itself ends in the error
+        stream = Unfazed(file)
+        assert stream.write("told\n") == 5
+        stream.flush()
+        assert stream.encoding
+        assert not stream.isatty()
 
 
 def test_other_troubles_are_told():

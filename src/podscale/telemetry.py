@@ -33,7 +33,6 @@ from podscale.streak import Streak
 from podscale.trackers import Tracker
 from podscale.until import Until
 
-
 AGAIN_S = 60.0  # after which a trouble that lasts is warned of again
 
 
