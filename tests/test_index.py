@@ -116,6 +116,11 @@ def test_refuses_an_empty_folder(tmp_path):
     assert folder_refusal(tmp_path).startswith(f"the folder {tmp_path} is empty; it must hold")
 
 
+def test_refuses_folders_without_pictures(tmp_path):
+    (tmp_path / "ant").mkdir()
+    assert folder_refusal(tmp_path).startswith(f"{tmp_path} holds no pictures of classes; it must hold")
+
+
 @pytest.mark.parametrize(("present", "absent"), [("train", "val"), ("val", "train")])
 def test_refuses_a_missing_split(tmp_path, present, absent):
     save(tmp_path / present / "ant" / "0.png")

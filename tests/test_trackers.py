@@ -3,6 +3,8 @@
 import functools
 import importlib.util
 import json
+import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -43,9 +45,24 @@ def test_tensorboard_is_always_told(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     told(run)
-    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
-    assert [e.step for e in events.Tensors("train/loss")] == [1, 2]
-    assert set(events.Tags()["tensors"]) == {"start/devices", "train/loss", "eval/accuracy", "eval/examples"}
+    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.5)]
+    assert set(events.Tags()["scalars"]) == {"start/devices", "train/loss", "eval/accuracy", "eval/examples"}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_tensorboard_goes_on_after_a_full_disk(run, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker, _, second, third = trackers.TensorBoard(run), *EVENTS[:3]
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", lambda path, mode: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
+        with pytest.raises(OSError, match="No space left"):
+            tracker.write(second)
+    tracker.write(third)
+    tracker.close()
+    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(2, 1.5)]
 
 
 @needs("wandb")

@@ -1,12 +1,12 @@
 """Claim: over a slow torus, a training step gets shorter from `xla` to `torus4` by what the model of time predicts.
 
-ResNet-18 on the digits, with batch norm over tiles of 2x2 hosts, trained by `podscale train` as 16 processes over a
+ResNet-18 on the digits, with batch norm over tiles of 2x2 hosts, trained by `podscale train` as a process a host over a
 network of namespaces on this machine (`network.py`): first with Gloo's all-reduce, then with `torus4` and a device for
 each of its four paths. What should change is predicted from messages timed on the same network (`probe.py`): the sums
 of gradients and of batch-norm moments, and batch norm's own messages, over tiles that have four times as many devices.
 Needs root.
 
-    python benchmarks/torusnet/train.py [--mbit 5] [--delay-us 2000] [--width 16] [--steps 5]
+    python benchmarks/torusnet/train.py [--shape 2x4] [--mbit 5] [--delay-us 2000] [--width 16] [--steps 5]
 """
 
 import argparse
@@ -20,18 +20,19 @@ from typing import Any
 
 from network import Torus, Wires, idle_share
 
-SHAPE, IMAGES = "4x4", 256
+IMAGES = 16  # on a host: a batch-norm tile of 2x2 hosts has 64
 VARIANTS = {"xla": 1, "torus4": 4}  # devices of a process
 PROBE = """
-import json, sys
+import json, math, sys
 from podscale import norm, plan, pod
 from podscale import recipe as recipes
 from podscale.forecast import probe
 from podscale.forecast.compute import work_of
 
 number, first, cores, strategy, width = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-pod.join(first, 16, number)
-here = pod.find("4x4", cores=cores)
+shape = sys.argv[6]
+pod.join(first, math.prod(map(int, shape.split("x"))), number)
+here = pod.find(shape, cores=cores)
 recipe = recipes.override(recipes.load("digits"), {"model.name": "resnet18", "model.width": width})
 work = work_of(recipe, 10)
 links = probe.measured(here)
@@ -45,6 +46,7 @@ pod.leave()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", metavar="RxC", default="2x4", help="even numbers")
     parser.add_argument("--mbit", type=float, default=5.0)
     parser.add_argument("--delay-us", type=float, default=2000.0)
     parser.add_argument("--width", type=int, default=16)
@@ -54,7 +56,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{idle_share():.0%} of the cores' time is idle before the start", flush=True)
     found: dict[str, dict[str, Any]] = {}
-    with Torus(4, 4, Wires(arguments.mbit, arguments.mbit, arguments.delay_us)) as torus:
+    rows, cols = map(int, arguments.shape.split("x"))
+    with Torus(rows, cols, Wires(arguments.mbit, arguments.mbit, arguments.delay_us)) as torus:
         for strategy in arguments.strategies.split(","):
             predicted = predict(torus, strategy, VARIANTS[strategy], arguments)
             print(strategy, json.dumps(predicted), flush=True)
@@ -68,7 +71,7 @@ def predict(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespa
     port = 20000 + int(time.time()) % 20000
 
     def command(number: int, first: str) -> list[str]:
-        words = [str(number), f"{first}:{port}", str(cores), strategy, str(arguments.width)]
+        words = [str(number), f"{first}:{port}", str(cores), strategy, str(arguments.width), arguments.shape]
         return [sys.executable, "-c", PROBE, *words]
 
     return json.loads(torus.run(command, 60 * arguments.minutes, {"JAX_PLATFORMS": "cpu"})[0].splitlines()[-1])
@@ -77,21 +80,22 @@ def predict(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespa
 def trained(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespace) -> float:
     """Seconds of a step, the median of all but the first."""
     port = 20000 + int(time.time()) % 20000
-    epochs = (arguments.steps - 0.5) * IMAGES / 1437
-    recipe = f"digits --model.name resnet18 --model.width {arguments.width} --batch.size {IMAGES} --batch.span 64"
+    images = IMAGES * len(torus.hosts)
+    epochs = (arguments.steps - 0.5) * images / 1437
+    recipe = f"digits --model.name resnet18 --model.width {arguments.width} --batch.size {images} --batch.span 64"
     recipe += f" --train.epochs {epochs} --train.eval_epochs {epochs} --schedule.warmup_epochs 0"
-    machine = f"--pod.shape {SHAPE} --pod.cores {cores} --plan.summation {strategy} --plan.bucket_mib 0"
+    machine = f"--pod.shape {arguments.shape} --pod.cores {cores} --plan.summation {strategy} --plan.bucket_mib 0"
     machine += " --pod.heartbeat_s 900"  # sixteen processes compile on a few cores: signs of life come late
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
 
         def command(number: int, first: str) -> list[str]:
-            joins = f"--coordinator {first}:{port} --processes 16 --process {number} --run {run}"
+            joins = f"--coordinator {first}:{port} --processes {len(torus.hosts)} --process {number} --run {run}"
             return [sys.executable, "-m", "podscale", "train", *f"{recipe} {machine} {joins}".split()]
 
         torus.run(command, 60 * arguments.minutes, {"JAX_PLATFORMS": "cpu"})
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = [IMAGES / line["images_per_s"] for line in lines if line["event"] == "train" and line["images_per_s"]]
+    times = [images / line["images_per_s"] for line in lines if line["event"] == "train" and line["images_per_s"]]
     return statistics.median(times[1:])
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 from podscale import completion, data_verbs
 from podscale import verbs as do
@@ -21,6 +21,7 @@ from podscale.errors import DivergedError, PreemptedError, UserError, nearest
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS
 from podscale.run import to_json
+from podscale.unfazed import Unfazed
 
 USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: what sysexits.h calls a temporary failure; start it again
 DIVERGED = 65  # what sysexits.h calls bad data; to start it again would not help
@@ -30,6 +31,7 @@ OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errn
 def run() -> NoReturn:
     """The program: runs a verb and ends the process."""
     _heed_interrupts()
+    sys.stderr = cast(TextIO, Unfazed(sys.stderr))
     try:
         code = _complete(sys.argv[2:]) if sys.argv[1:2] == ["complete"] else main()
     except Exception as error:

@@ -4,6 +4,7 @@ Only the first process speaks. Numbers are read from the devices one call late, 
 """
 
 import json
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from podscale.stragglers import Straggler
 from podscale.streak import Streak
 from podscale.trackers import Tracker
 from podscale.until import Until
+
+AGAIN_S = 60.0  # after which a trouble that lasts is warned of again
 
 
 class Ledger:
@@ -122,7 +125,7 @@ class Teller:
         self._images = 0
         self._journal: Journal | None = None
         self._display: Display | None = None
-        self._borne = ""  # what was warned of last
+        self._borne: dict[str, float] = {}  # when a trouble was last warned of
         self._history = History(run.folder, ledger.began_at, start)
         self._told = dict[str, float]()  # what the time had gone to when a call was last told of
         self._pages = Background()
@@ -218,16 +221,15 @@ class Teller:
             yield
         except kinds as error:
             why = getattr(error, "strerror", None) or str(error)
-            if why != self._borne:  # once for each trouble, not once a step
-                self._borne = why
+            now = time.monotonic()
+            if now - self._borne.get(why, -math.inf) > AGAIN_S:
+                self._borne[why] = now
                 self.console.print(
                     f"warning: {self.run.folder} takes no more: {why}; training goes on; what is saved stays whole",
                     style="bold red",
                     markup=False,
                     highlight=False,
                 )
-        else:
-            self._borne = ""
 
     def saved(self, step: int) -> None:
         """A checkpoint was begun: whoever goes on from it knows what the time before it went to."""

@@ -7,8 +7,10 @@ function from a run to a `Tracker` and put it into `TRACKERS`.
 
 import importlib
 import os
+import socket
+import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from podscale.errors import UserError, nearest
@@ -37,19 +39,49 @@ def numbers(event: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in the run's folder. Points past the step that a run resumes from stay, and come twice."""
+    """Event files in the run's folder. Points past the step that a run resumes from stay, and come twice.
+
+    A record that did not fit on the disk ends its file, as readers do not get past it; the next one begins another.
+    TensorBoard's own writer never writes again after such a fault.
+    """
 
     def __init__(self, run: Run) -> None:
-        from tensorboard.summary import Writer  # slow to import, and only needed here
-
-        self._writer: Any = Writer(str(run.folder / "tensorboard"))
+        self._folder = run.folder / "tensorboard"
+        self._writer: Any = None
 
     def write(self, event: Event) -> None:
-        for name, value in numbers(event).items():
-            self._writer.add_scalar(name, value, event.step)
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # slow to import, and only needed here
+
+        points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers(event).items()]
+        if points:
+            summary = summary_pb2.Summary(value=points)
+            self._append(event_pb2.Event(wall_time=time.time(), step=event.step, summary=summary))
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    def _append(self, record: Any) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._begun()
+            self._writer.write(record.SerializeToString())
+            self._writer.flush()
+        except OSError:
+            with suppress(OSError):
+                self.close()
+            raise
+
+    def _begun(self) -> Any:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        writer: Any = RecordWriter((self._folder / name).open("xb"))
+        writer.write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        return writer
 
 
 class WeightsAndBiases:

@@ -6,13 +6,14 @@ import sys
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from podscale import recipe as recipes
 from podscale.errors import UserError
 from podscale.fields import changed
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS, Recipe
+from podscale.unfazed import Unfazed
 from podscale.until import Until
 
 
@@ -317,7 +318,8 @@ def console_of(arguments: argparse.Namespace) -> Any:
     from rich.console import Console
 
     # With --json, stdout carries the one JSON object and everything for people goes to stderr.
-    return Console(stderr=arguments.json, soft_wrap=True, quiet=not speaks())
+    stream = Unfazed(sys.stderr if arguments.json else sys.stdout)
+    return Console(file=cast(TextIO, stream), soft_wrap=True, quiet=not speaks())
 
 
 def speaks() -> bool:

@@ -73,7 +73,7 @@ def show_check(found: dict[str, Any], console: Console) -> None:
     total, pictures = sum(found["pictures"].values()), found["pictures"].items()
     rows = [
         ("looked at", ", ".join(f"{count:,} {split}" for split, count in pictures)),
-        ("found", "nothing wrong" if found["clean"] else f"{len(found['findings']):,} things that are wrong"),
+        ("found", "nothing wrong" if found["clean"] else _wrong(len(found["findings"]))),
         ("time", f"{found['seconds']:.1f} s, {total / max(found['seconds'], 1e-9):,.0f} pictures/s"),
     ]
     console.print(table(found["path"], rows))
@@ -106,3 +106,7 @@ def in_bytes(count: int) -> str:
             break
         number, unit = number / 1000, larger
     return f"{count} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
+
+
+def _wrong(count: int) -> str:
+    return "1 thing that is wrong" if count == 1 else f"{count:,} things that are wrong"

@@ -13,7 +13,7 @@ from podscale.data.table import SPLITS, Strings
 from podscale.errors import UserError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-LAYOUT = "train/CLASS/FILE and val/CLASS/FILE"
+LAYOUT = "train/CLASS/FILE and val/CLASS/FILE, or CLASS/FILE"
 EVERY = 5
 # Both splits of an unsplit folder are in the same class folders; how a place is written says which part is meant.
 UNSPLIT = {"train": "/.", "val": "/./."}
@@ -30,6 +30,8 @@ def find(root: Path) -> Found:
         places = {split: tuple(name + UNSPLIT[split] for name in unsplit) for split in SPLITS}
         changed = {name: state(root / name)[1] for name in unsplit}
         return _found(root, places, changed, dict.fromkeys(SPLITS, str(root)))
+    if not any((root / split).is_dir() for split in SPLITS):
+        raise UserError(f"{root} holds no pictures of classes; it must hold {LAYOUT}")
     for split in SPLITS:
         if not (root / split).is_dir():
             raise UserError(f"{root} has no folder {split}; it must hold {LAYOUT}")
