@@ -34,7 +34,8 @@ def main() -> None:
     parser.add_argument("--check-images", type=int, default=64, help="images of the comparison with float32")
     arguments = parser.parse_args()
     print(jax.devices()[0].device_kind, f"{arguments.images} images of {arguments.size} px, span {arguments.span}")
-    print(f"{'layer':34}{'error':>9}{'twin':>9}{'forward us':>12}{'twin':>7}{'ratio':>7}{'both us':>9}{'twin':>7}{'ratio':>7}")
+    heads = f"{'layer':34}{'error':>9}{'twin':>9}{'forward us':>12}{'twin':>7}{'ratio':>7}"
+    print(f"{heads}{'both us':>9}{'twin':>7}{'ratio':>7}")
     for stage, width in enumerate(WIDTHS):
         side = arguments.size // (4 << stage)
         measured(arguments, f"{side}x{side}, {4 * width} to {width}, shortcut", side, 4 * width, width, True)

@@ -30,7 +30,9 @@ class Raw:
     """A convolution's output before its batch norm."""
 
     values: Array
-    sums: Array | None  # of the values and of their squares, over this device's part of each group: [2, groups, channels]
+    sums: (
+        Array | None
+    )  # of the values and of their squares, over this device's part of each group: [2, groups, channels]
     factor: Array  # ones; the gradient by the values is a product, and this is where its factor comes
 
 

@@ -15,7 +15,9 @@ Array = jax.Array
 Several = tuple[Any, ...]
 
 
-def forward(shape: Shape, x: Array, affine: Several, rest: Array | None, rest_affine: Several, kernel: Array) -> Several:
+def forward(
+    shape: Shape, x: Array, affine: Several, rest: Array | None, rest_affine: Several, kernel: Array
+) -> Several:
     """The rectified input, its convolution, and the sums of that and of its squares by group: [2, groups, channels]."""
     y = rectified(shape, x, affine, rest, rest_affine)
     z = convolved(shape, y, kernel)

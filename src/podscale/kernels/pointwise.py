@@ -23,6 +23,7 @@ from podscale.kernels.shape import Shape
 
 Array = jax.Array
 Several = tuple[Any, ...]
+Refs = dict[str, Any]  # the arrays that a kernel reads and writes, by name
 LEAST_ROWS, MOST_ROWS = 32, 128  # of a tile
 LEAST_CHANNELS, MOST_DEPTH = 16, 2048
 
@@ -54,79 +55,54 @@ def fits(shape: Shape, x_shape: Several, kernel_shape: Several) -> bool:
     return plain and tile(rows, depth, columns) is not None and tile(rows, columns, depth) is not None
 
 
-def forward(shape: Shape, x: Array, affine: Several, rest: Array | None, rest_affine: Several, kernel: Array) -> Several:
+def forward(
+    shape: Shape, x: Array, affine: Several, rest: Array | None, rest_affine: Several, kernel: Array
+) -> Several:
     """As `plain.forward`."""
     depth, columns = kernel.shape[2:]
     rows = x.size // depth
-    cut = tile(rows // shape.groups, depth, columns)
-    assert cut is not None
-    keeps = bool(affine)
-    inputs = [x.reshape(rows, depth), *affine]
-    if rest is not None:
-        inputs += [rest.reshape(rows, depth), *rest_affine]
-    inputs.append(kernel.reshape(depth, columns))
-    outputs = [jax.ShapeDtypeStruct((rows, depth), x.dtype)] if keeps else []
-    outputs.append(jax.ShapeDtypeStruct((rows, columns), x.dtype))
+    cut = _cut(shape, rows, depth, columns)
+    inputs = {"x": x.reshape(rows, depth), "kernel": kernel.reshape(depth, columns)}
+    inputs |= dict(zip(("a", "b"), affine, strict=False))
+    inputs |= {} if rest is None else {"rest": rest.reshape(rows, depth)}
+    inputs |= dict(zip(("rest_a", "rest_b"), rest_affine, strict=False))
+    outputs = {"z": jax.ShapeDtypeStruct((rows, columns), x.dtype)}
+    if affine:
+        outputs["y"] = jax.ShapeDtypeStruct((rows, depth), x.dtype)
     if shape.counts:
-        outputs.append(jax.ShapeDtypeStruct((2, rows // cut.rows, columns), jnp.float32))
-    parts = _Parts(bool(affine), rest is not None, bool(rest_affine), keeps, shape.counts)
-    found = _call(shape, partial(_forward, cut, parts, rows // shape.groups), cut, rows, columns, inputs, outputs)
-    y = found.pop(0).reshape(x.shape) if keeps else x
-    z = found.pop(0).reshape(*x.shape[:-1], columns)
-    return y, z, _by_group(shape, found.pop()) if shape.counts else None
+        outputs["sums"] = jax.ShapeDtypeStruct((2, rows // cut.rows, columns), jnp.float32)
+    found = _call(shape, _forward, cut, rows // cut.rows * (columns // cut.columns), inputs, outputs)
+    y = found["y"].reshape(x.shape) if affine else x
+    z = found["z"].reshape(*x.shape[:-1], columns)
+    return y, z, _by_group(shape, found["sums"]) if shape.counts else None
 
 
-class _Parts(NamedTuple):
-    """Which of a kernel's optional arguments there are."""
-
-    affine: bool
-    rest: bool
-    rest_affine: bool
-    keeps: bool = False
-    counts: bool = False
-    dy: bool = False
-    terms: bool = False
-
-
-def _forward(cut: Tile, parts: _Parts, rows_of_group: int, *refs: Any) -> None:
-    taken = iter(refs)
-    x = next(taken)
-    a, b = (next(taken), next(taken)) if parts.affine else (None, None)
-    rest = next(taken) if parts.rest else None
-    rest_a, rest_b = (next(taken), next(taken)) if parts.rest_affine else (None, None)
-    kernel = next(taken)
-    y_out = next(taken) if parts.keeps else None
-    z_out = next(taken)
-    sums = next(taken) if parts.counts else None
-
-    row, column = _place(kernel.shape[1] // cut.columns)
+def _forward(cut: Tile, groups: int, at: Refs) -> None:
+    row, column, group = _place(cut, groups, at["z"].shape)
     rows, columns = _span(row, cut.rows), _span(column, cut.columns)
-    group = row * cut.rows // rows_of_group
 
     def step(i: Any, product: Array) -> Array:
         depth = _span(i, cut.depth)
-        y = x[rows, depth]
-        if parts.affine:
-            wide = y.astype(jnp.float32) * a[group, depth] + b[group, depth]
-            if parts.rest:
-                more = rest[rows, depth].astype(jnp.float32)
-                wide += more * rest_a[group, depth] + rest_b[group, depth] if parts.rest_affine else more
-            y = jnp.maximum(wide, 0).astype(x.dtype)
-        if parts.keeps:
+        y = at["x"][rows, depth]
+        if "a" in at:
+            wide = y.astype(jnp.float32) * at["a"][group, depth] + at["b"][group, depth]
+            if "rest" in at:
+                more = at["rest"][rows, depth].astype(jnp.float32)
+                wide += more * at["rest_a"][group, depth] + at["rest_b"][group, depth] if "rest_a" in at else more
+            y = jnp.maximum(wide, 0).astype(y.dtype)
 
             @pl.when(column == 0)
             def _() -> None:
-                y_out[rows, depth] = y
+                at["y"][rows, depth] = y
 
-        return product + jnp.dot(y, kernel[depth, columns], preferred_element_type=jnp.float32)
+        return product + jnp.dot(y, at["kernel"][depth, columns], preferred_element_type=jnp.float32)
 
-    nothing = jnp.zeros((cut.rows, cut.columns), jnp.float32)
-    z = lax.fori_loop(0, x.shape[1] // cut.depth, step, nothing).astype(z_out.dtype)
-    z_out[rows, columns] = z
-    if parts.counts:
+    z = _summed(cut, at["x"].shape[1], step).astype(at["z"].dtype)
+    at["z"][rows, columns] = z
+    if "sums" in at:
         wide = z.astype(jnp.float32)
-        sums[0, row, columns] = wide.sum(axis=0)
-        sums[1, row, columns] = (wide * wide).sum(axis=0)
+        at["sums"][0, row, columns] = wide.sum(axis=0)
+        at["sums"][1, row, columns] = (wide * wide).sum(axis=0)
 
 
 def backward(
@@ -143,96 +119,93 @@ def backward(
     factor, offset, slope = by_z
     depth, columns = kernel.shape[2:]
     rows = x.size // depth
-    cut = tile(rows // shape.groups, columns, depth)
-    assert cut is not None
-    flat = partial(jnp.reshape, shape=(rows, depth))
-    inputs = [dz.reshape(rows, columns), factor]
-    if offset is not None:
-        inputs += [z.reshape(rows, columns), offset, slope]
-    inputs.append(kernel.reshape(depth, columns).T)
-    if dy is not None:
-        inputs.append(flat(dy))
+    cut = _cut(shape, rows, columns, depth)
+    flat, wide = partial(jnp.reshape, shape=(rows, depth)), partial(jnp.reshape, shape=(rows, columns))
+    inputs = {"dz": wide(dz), "factor": factor, "kernel": kernel.reshape(depth, columns).T}
+    inputs |= {} if offset is None else {"z": wide(z), "offset": offset, "slope": slope}
+    inputs |= {} if dy is None else {"dy": flat(dy)}
+    inputs |= {"x": flat(x), "y": flat(y)} if affine else {}
+    inputs |= {} if rest is None else {"rest": flat(rest)}
+    outputs = {
+        "g": jax.ShapeDtypeStruct((rows, depth), x.dtype),
+        "settled": jax.ShapeDtypeStruct((rows, columns), z.dtype),
+    }
     if affine:
-        inputs += [flat(x), flat(y)]
-    if rest is not None:
-        inputs.append(flat(rest))
-    outputs = [jax.ShapeDtypeStruct((rows, depth), x.dtype), jax.ShapeDtypeStruct((rows, columns), z.dtype)]
-    if affine:
-        outputs.append(jax.ShapeDtypeStruct((3 if rest is not None else 2, rows // cut.rows, depth), jnp.float32))
-    parts = _Parts(bool(affine), rest is not None, False, dy=dy is not None, terms=offset is not None)
-    found = _call(shape, partial(_backward, cut, parts, rows // shape.groups), cut, rows, depth, inputs, outputs)
-    sums = tuple(_by_group(shape, found[2])) if affine else ()
-    return found[0].reshape(x.shape), found[1].reshape(z.shape), sums
+        kinds = 2 if rest is None else 3
+        outputs["sums"] = jax.ShapeDtypeStruct((kinds, rows // cut.rows, depth), jnp.float32)
+    found = _call(shape, _backward, cut, rows // cut.rows * (depth // cut.columns), inputs, outputs)
+    sums = tuple(_by_group(shape, found["sums"])) if affine else ()
+    return found["g"].reshape(x.shape), found["settled"].reshape(z.shape), sums
 
 
-def _backward(cut: Tile, parts: _Parts, rows_of_group: int, *refs: Any) -> None:
-    taken = iter(refs)
-    dz, factor = next(taken), next(taken)
-    z, offset, slope = (next(taken), next(taken), next(taken)) if parts.terms else (None, None, None)
-    kernel = next(taken)
-    dy = next(taken) if parts.dy else None
-    x, y = (next(taken), next(taken)) if parts.affine else (None, None)
-    rest = next(taken) if parts.rest else None
-    g_out, dz_out = next(taken), next(taken)
-    sums = next(taken) if parts.affine else None
-
-    row, column = _place(kernel.shape[1] // cut.columns)
+def _backward(cut: Tile, groups: int, at: Refs) -> None:
+    row, column, group = _place(cut, groups, at["g"].shape)
     rows, columns = _span(row, cut.rows), _span(column, cut.columns)
-    group = row * cut.rows // rows_of_group
 
     def step(i: Any, product: Array) -> Array:
         depth = _span(i, cut.depth)
-        wide = dz[rows, depth].astype(jnp.float32) * factor[group, depth]
-        if parts.terms:
-            wide += offset[group, depth] + slope[group, depth] * z[rows, depth].astype(jnp.float32)
-        whole = wide.astype(dz_out.dtype)
+        wide = at["dz"][rows, depth].astype(jnp.float32) * at["factor"][group, depth]
+        if "z" in at:
+            wide += at["offset"][group, depth] + at["slope"][group, depth] * at["z"][rows, depth].astype(jnp.float32)
+        settled = wide.astype(at["settled"].dtype)
 
         @pl.when(column == 0)
         def _() -> None:
-            dz_out[rows, depth] = whole
+            at["settled"][rows, depth] = settled
 
-        return product + jnp.dot(whole, kernel[depth, columns], preferred_element_type=jnp.float32)
+        return product + jnp.dot(settled, at["kernel"][depth, columns], preferred_element_type=jnp.float32)
 
-    nothing = jnp.zeros((cut.rows, cut.columns), jnp.float32)
-    g = lax.fori_loop(0, dz.shape[1] // cut.depth, step, nothing)
-    if parts.dy:
-        g += dy[rows, columns].astype(jnp.float32)
-    if parts.affine:
-        g = jnp.where(y[rows, columns] > 0, g, 0)
-    g = g.astype(g_out.dtype)
-    g_out[rows, columns] = g
-    if parts.affine:
+    g = _summed(cut, at["dz"].shape[1], step)
+    if "dy" in at:
+        g += at["dy"][rows, columns].astype(jnp.float32)
+    if "y" in at:
+        g = jnp.where(at["y"][rows, columns] > 0, g, 0)
+    g = g.astype(at["g"].dtype)
+    at["g"][rows, columns] = g
+    if "sums" in at:
         wide = g.astype(jnp.float32)
-        sums[0, row, columns] = wide.sum(axis=0)
-        sums[1, row, columns] = (wide * x[rows, columns].astype(jnp.float32)).sum(axis=0)
-        if parts.rest:
-            sums[2, row, columns] = (wide * rest[rows, columns].astype(jnp.float32)).sum(axis=0)
+        at["sums"][0, row, columns] = wide.sum(axis=0)
+        for kind, name in enumerate(name for name in ("x", "rest") if name in at):
+            at["sums"][1 + kind, row, columns] = (wide * at[name][rows, columns].astype(jnp.float32)).sum(axis=0)
 
 
 def _call(
     shape: Shape,
-    kernel: Callable[..., None],
+    kernel: Callable[[Tile, int, Refs], None],
     cut: Tile,
-    rows: int,
-    columns: int,
-    inputs: list[Array],
-    outputs: list[jax.ShapeDtypeStruct],
-) -> list[Array]:
-    return list(
-        pl.pallas_call(
-            kernel,
-            grid=(rows // cut.rows * (columns // cut.columns),),
-            out_shape=outputs,
-            compiler_params=triton.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-            interpret=shape.kernels == "interpret",
-            name=kernel.func.__name__.strip("_") + "_pointwise",  # type: ignore[attr-defined]
-        )(*inputs)
-    )
+    programs: int,
+    inputs: dict[str, Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+) -> dict[str, Array]:
+    def named(*refs: Any) -> None:
+        kernel(cut, shape.groups, dict(zip((*inputs, *outputs), refs, strict=True)))
+
+    found = pl.pallas_call(
+        named,
+        grid=(programs,),
+        out_shape=tuple(outputs.values()),
+        compiler_params=triton.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        interpret=shape.kernels == "interpret",
+        name=f"pointwise{kernel.__name__}",
+    )(*inputs.values())
+    return dict(zip(outputs, found, strict=True))
 
 
-def _place(columns: int) -> tuple[Any, Any]:
-    program = pl.program_id(0)
-    return program // columns, program % columns
+def _summed(cut: Tile, depth: int, step: Callable[[Any, Array], Array]) -> Array:
+    return lax.fori_loop(0, depth // cut.depth, step, jnp.zeros((cut.rows, cut.columns), jnp.float32))
+
+
+def _cut(shape: Shape, rows: int, depth: int, columns: int) -> Tile:
+    found = tile(rows // shape.groups, depth, columns)
+    assert found is not None  # or it would have been the twin's
+    return found
+
+
+def _place(cut: Tile, groups: int, result: tuple[int, int]) -> tuple[Any, Any, Any]:
+    """Which tile of rows and columns this program computes, and in which group it lies."""
+    across, program = result[1] // cut.columns, pl.program_id(0)
+    row = program // across
+    return row, program % across, row * cut.rows // (result[0] // groups)
 
 
 def _span(index: Any, size: int) -> Any:

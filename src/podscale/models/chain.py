@@ -67,9 +67,10 @@ class Chain:
 
 def forward(net: ResNet, images: jax.Array, kernels: str) -> jax.Array:
     """Logits, as `net(images)` has them."""
-    stem, *blocks, head = net.layers
+    stem, *blocks, head = list[Any](net.layers)
     chain = Chain(images.shape[0], stem.norm.groups.images, kernels)
     pending = Pending(chain.stem(stem, images.astype(net.dtype)))
     for block in blocks:
         pending = chain.block(block, pending)
-    return head(fused.activation(chain.groups, *pending))
+    assert isinstance(pending.x, Raw)  # there is at least one block
+    return head(fused.activation(chain.groups, *pending))  # type: ignore[arg-type]
