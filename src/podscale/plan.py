@@ -272,9 +272,9 @@ def make(
 
 
 def _kernels(options: Options, pod: Pod) -> str:
-    if options.fused == "off" or (options.fused == "auto" and pod.kind != "gpu"):
+    if not options.fused:
         return ""
-    return "triton" if pod.kind == "gpu" else "plain"
+    return "triton" if pod.devices and pod.devices[0].platform == "gpu" else "plain"
 
 
 def _check_options(options: Options) -> None:
