@@ -59,12 +59,13 @@ class Order:
         lane_length = (self.samples - lane + self.lanes - 1) // self.lanes
         lane_pass, place = np.divmod(step * per_lane + position % per_lane, lane_length)
         sample = np.empty_like(place)
-        streams, which = np.unique(np.stack([lane.ravel(), lane_pass.ravel()]), axis=1, return_inverse=True)
+        streams, which = np.unique((lane_pass * self.lanes + lane).ravel(), return_inverse=True)
         by_stream = np.argsort(which.ravel(), kind="stable")
-        counts = np.bincount(which.ravel(), minlength=streams.shape[1])
+        counts = np.bincount(which.ravel(), minlength=len(streams))
         places, flat = place.ravel(), sample.reshape(-1)
-        for (of_lane, of_pass), chosen in zip(streams.T, np.split(by_stream, np.cumsum(counts)[:-1]), strict=True):
-            flat[chosen] = of_lane + self.lanes * self._permutation(int(of_lane), int(of_pass))[places[chosen]]
+        for stream, chosen in zip(streams.tolist(), np.split(by_stream, np.cumsum(counts)[:-1]), strict=True):
+            of_pass, of_lane = divmod(stream, self.lanes)
+            flat[chosen] = of_lane + self.lanes * self._permutation(of_lane, of_pass)[places[chosen]]
         return sample, lane_pass
 
 
