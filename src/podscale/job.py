@@ -35,6 +35,8 @@ from podscale.run import Run
 from podscale.step import State
 from podscale.weights import Beginning
 
+FITTED_TO = 5000  # training pictures that a model may look at before training
+
 
 class Job(NamedTuple):
     """Everything that training and evaluation need."""
@@ -76,13 +78,32 @@ def assemble(
     model = model or models.build(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
     net, params, stats = functional(model, recipe.model.freeze)
     schedule = optim.schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
-    needs = footprint(recipe, net, params, stats, net.learner(optim.optimizer(recipe, schedule)))
+    rule = net.learner(optim.optimizer(recipe, schedule, stem=net.stem, head=net.head))
+    needs = footprint(recipe, net, params, stats, rule)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
     chosen = choice.settled(resident.settled(options, recipe, pod, data), pod, parameters)
     plan = plans.make(recipe, pod, counts, chosen.options, needs)
     mesh, optimizer = pod.mesh(plan.tile), steps.learner(net, plan, schedule)
     state = steps.initial_state(recipe, params, stats, optimizer)
     return _placed(Job(recipe, plan, mesh, data, net, optimizer, schedule, state, chosen))
+
+
+def fitted(job: Job) -> Job:
+    """The same job, its model fitted to training pictures, where it has a `fit`; the first process's word holds.
+
+    The pictures are spread evenly over the data set, and are seen as evaluation would see them.
+    """
+    params, stats = jax.device_get((job.state.params, job.state.stats))
+    model = job.net.model(*jax.tree.map(jnp.asarray, (params, stats)))
+    if not hasattr(model, "fit"):
+        return job
+    count = len(job.data.train)
+    chosen = np.arange(min(count, FITTED_TO)) * count // min(count, FITTED_TO)
+    pictures = loader.eval_pictures(job.data.train, chosen.tolist(), job.recipe)
+    mean, std = (np.asarray(value, np.float32) for value in (job.recipe.data.mean, job.recipe.data.std))
+    model.fit((pictures / np.float32(255) - mean) / std)
+    params = pods.first_arrays(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return _placed(job._replace(state=steps.initial_state(job.recipe, params, stats, job.optimizer)))
 
 
 def begun(job: Job) -> tuple[Job, Beginning]:

@@ -121,7 +121,7 @@ def call_arguments(plan: Plan, mesh: Mesh) -> tuple[Any, ...]:
 def learner(net: Functional, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The plan's optimizer: of whole arrays, or of a device's own parts of them."""
     norms = sharded.norms if plan.summation == sharded.NAME else optim.whole_norms
-    return net.learner(optim.optimizer(plan.recipe, schedule, norms))
+    return net.learner(optim.optimizer(plan.recipe, schedule, norms, stem=net.stem, head=net.head))
 
 
 def _held(net: Functional, plan: Plan, optimizer: optax.GradientTransformation) -> Any:
@@ -252,7 +252,7 @@ def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
     """
 
     def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> tuple[Tally, jax.Array]:
-        logits = net.evaluate(params, stats, augment.normalize(plan.recipe, images))
+        logits = _seen(net, plan.recipe, params, stats, images)
         tally = jax.tree.map(jnp.add, tally, lax.psum(_tally(logits, labels), ALL_AXES))
         return tally, _answers(logits, labels)
 
@@ -266,6 +266,15 @@ def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
         check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=4)
+
+
+def _seen(net: Functional, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array) -> jax.Array:
+    """Logits of pictures, averaged over the recipe's views of them."""
+    views = augment.views(images, recipe.data.eval_views)
+    answers = [net.evaluate(params, stats, augment.normalize(recipe, view)) for _, view in views]
+    if len(answers) == 1:
+        return answers[0]
+    return jnp.stack([share * answer for (share, _), answer in zip(views, answers, strict=True)]).sum(0)
 
 
 def empty_tally() -> Tally:
@@ -300,4 +309,4 @@ def _answers(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def predictor(net: Functional, recipe: Recipe) -> Any:
     """Compiles to: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
-    return jax.jit(lambda p, s, images: jax.nn.softmax(net.evaluate(p, s, augment.normalize(recipe, images))))
+    return jax.jit(lambda p, s, images: jax.nn.softmax(_seen(net, recipe, p, s, images)))

@@ -128,9 +128,19 @@ def crop_boxes(
         boxes = eval_boxes(fraction, sizes)
     if augment.crop == "padded":
         boxes += _shifts(augment.padding, seed, passes, samples, boxes, image_size)
+    return boxes, _mirrored(augment, seed, passes, samples)
+
+
+def _mirrored(augment: recipe.Augment, seed: int, passes: NDArray, samples: NDArray) -> NDArray[np.bool_]:
+    """Whether to mirror each picture in its pass: as drawn for it, or by turns after the first pass's draw.
+
+    Two passes that take turns show a picture from both sides for certain, where draws do so half of the time.
+    """
     if not augment.flip:
-        return boxes, np.zeros(len(boxes), bool)
-    return boxes, words(seed, Stream.FLIP, passes, samples)[:, 0] >> np.uint32(31) == 1
+        return np.zeros(len(samples), bool)
+    drawn_in = np.zeros_like(passes) if augment.alternate else passes
+    drawn: NDArray[np.bool_] = words(seed, Stream.FLIP, drawn_in, samples)[:, 0] >> np.uint32(31) == 1
+    return drawn ^ (passes % 2 == 1) if augment.alternate else drawn
 
 
 def eval_boxes(fraction: float, sizes: NDArray[np.int32]) -> NDArray[np.float64]:
