@@ -122,12 +122,30 @@ def test_convolutions_begin_as_the_identity_as_far_as_they_can():
     assert drawn.std() == pytest.approx(1 / np.sqrt(27 * 24), rel=0.03)
 
 
-@pytest.mark.parametrize("side", [8, 9])
-def test_halving_is_the_maximum_of_windows(side):
+def test_halving_is_the_maximum_of_windows_and_so_is_its_gradient():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6, 3)), jnp.float32)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 3, 3)), jnp.float32)
+
+    def by(pool):
+        return jax.value_and_grad(lambda x: (pool(x) * weights).sum())(x)
+
+    for found, wanted in zip(by(cifarnet.halved), by(lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2))), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    tied = jax.grad(lambda x: cifarnet.halved(x).sum())(jnp.ones((1, 2, 2, 1)))
+    np.testing.assert_array_equal(tied.ravel(), [1, 0, 0, 0])  # all of it to the first
+
+
+@pytest.mark.parametrize("side", [6, 7])
+def test_what_halving_leaves_out_is_not_computed(side):
+    conv = cifarnet.Group(3, 5, precision="float32", rngs=nnx.Rngs(0)).conv1
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, side, side, 3)), jnp.float32)
-    np.testing.assert_array_equal(cifarnet._halved(x), nnx.max_pool(x, (2, 2), strides=(2, 2)))
-    ones = jax.grad(lambda x: cifarnet._halved(x).sum())(x)
-    np.testing.assert_array_equal(ones, jax.grad(lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2)).sum())(x))
+    np.testing.assert_allclose(cifarnet._even_part(conv, x), conv(x)[:, :6, :6], atol=1e-6)
+
+
+def test_gelu_is_flaxs_and_so_is_its_gradient():
+    x = jnp.linspace(-4, 4, 101)
+    np.testing.assert_allclose(cifarnet.gelu(x), nnx.gelu(x), atol=1e-7)
+    np.testing.assert_allclose(jax.vmap(jax.grad(cifarnet.gelu))(x), jax.vmap(jax.grad(nnx.gelu))(x), atol=1e-6)
 
 
 def test_it_has_two_million_parameters_and_no_scales():

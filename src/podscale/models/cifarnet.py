@@ -4,7 +4,10 @@ Its first layer is not learnt: 2x2 patches of the training pictures, turned and 
 uncorrelated and equally strong, each once with either sign. Then come three groups of two convolutions, which begin as
 the identity as far as they have channels for it, and whose batch norms have no scale: what comes next would undo it.
 
-Parts stand in one list, as in `resnet`, and convolutions and their draws are its own.
+Half of a step's time on a GPU would go into moving maps to and from memory, so they are moved as seldom as can be:
+gradients of maxima and of GELUs are written out, and no convolution computes what a maximum after it leaves out.
+
+Parts stand in one list, as in `resnet`, whose convolutions these are.
 """
 
 import math
@@ -39,7 +42,7 @@ class Whitening(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...].astype(x.dtype)
         y = lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        return nnx.gelu(y + self.bias[...].astype(x.dtype))
+        return gelu(y + self.bias[...].astype(x.dtype))
 
     def fit(self, images: NDArray[np.float32]) -> None:
         """Filters that whiten the patches of these pictures, as they are normalized: [n, height, width, 3]."""
@@ -77,8 +80,8 @@ class Group(nnx.Module):
         self.norm2 = BatchNorm(outputs, scaled=False, param_dtype=dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nnx.gelu(self.norm1(_halved(self.conv1(x))))
-        return nnx.gelu(self.norm2(self.conv2(x)))
+        x = gelu(self.norm1(halved(_even_part(self.conv1, x))))
+        return gelu(self.norm2(self.conv2(x)))
 
 
 def _as_identity(conv: Conv) -> Conv:
@@ -95,14 +98,53 @@ def _with_identity(drawn: jax.Array) -> jax.Array:
     return jnp.where(same, unit, drawn * math.sqrt(outputs / (6 * inputs)))  # from He's scale, which is for outputs
 
 
-def _halved(x: jax.Array) -> jax.Array:
-    """The largest of every 2x2 places; an odd last row or column is left out.
+def _even_part(conv: Conv, x: jax.Array) -> jax.Array:
+    """What the convolution gives, without an odd last row or column, which halving would leave out."""
+    margins = [(1, 1 - side % 2) for side in x.shape[1:3]]
+    kernel = conv.kernel[...].astype(x.dtype)
+    return lax.conv_general_dilated(x, kernel, (1, 1), margins, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    As a maximum over axes, because the gradient of a window's maximum is a scatter, which GPUs are slow at.
+
+@jax.custom_vjp
+def halved(x: jax.Array) -> jax.Array:
+    """The largest of every 2x2 places of a map [images, height, width, channels] of even sides.
+
+    Its gradient goes to the first of them that is the largest. Which one that is, a byte, is all that is kept for it.
     """
+    return _largest(x)[0]
+
+
+def _largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     images, height, width, channels = x.shape
-    even = x[:, : height // 2 * 2, : width // 2 * 2]
-    return even.reshape(images, height // 2, 2, width // 2, 2, channels).max(axis=(2, 4))
+    blocks = x.reshape(images, height // 2, 2, width // 2, 2, channels)
+    a, b, c, d = (blocks[:, :, y, :, x] for y in range(2) for x in range(2))
+    most = jnp.maximum(jnp.maximum(a, b), jnp.maximum(c, d))
+    which = jnp.where(a == most, 0, jnp.where(b == most, 1, jnp.where(c == most, 2, 3)))
+    return lax.optimization_barrier((most, which.astype(jnp.int8)))  # both now, while the map is read anyway
+
+
+def _back_to_the_largest(which: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    images, height, width, channels = which.shape
+    place = jnp.arange(4, dtype=jnp.int8).reshape(2, 1, 2, 1)  # of [height, 2, width, 2, channels]
+    blocks = jnp.where(which[:, :, None, :, None] == place, gradient[:, :, None, :, None], 0)
+    return (blocks.reshape(images, 2 * height, 2 * width, channels),)
+
+
+halved.defvjp(_largest, _back_to_the_largest)
+
+
+@jax.custom_vjp
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU by tanh (Hendrycks and Gimpel, arXiv 1606.08415); of it only its input is kept for the gradient."""
+    return jax.nn.gelu(x)
+
+
+def _through_gelu(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    # Behind the barrier the compiler does not see that it has computed the same before, and would have to keep it.
+    return tuple(jax.vjp(jax.nn.gelu, lax.optimization_barrier(x))[1](gradient))
+
+
+gelu.defvjp(lambda x: (jax.nn.gelu(x), x), _through_gelu)
 
 
 class Head(nnx.Module):
