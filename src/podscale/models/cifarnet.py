@@ -4,8 +4,8 @@ Its first layer is not learnt: 2x2 patches of the training pictures, turned and 
 uncorrelated and equally strong, each once with either sign. Then come three groups of two convolutions, which begin as
 the identity as far as they have channels for it, and whose batch norms have no scale: what comes next would undo it.
 
-Half of a step's time on a GPU would go into moving maps to and from memory, so they are moved as seldom as can be:
-gradients of maxima and of GELUs are written out, and no convolution computes what a maximum after it leaves out.
+A GPU shall have few maps to move to and from its memory: gradients of maxima and of GELUs are written out, so that
+little is kept for them, and no convolution computes what a maximum after it leaves out.
 
 Parts stand in one list, as in `resnet`, whose convolutions these are.
 """
@@ -26,6 +26,7 @@ from podscale.models.resnet import Conv, draw, param_dtype
 from podscale.norm import BatchNorm
 
 PATCH = 2  # side of the patches that are whitened, in pixels
+ALIGNED = 8  # channels, which the matrix units of GPUs take at once; three are filled up with zeros
 SMALLEST = 9  # pixels: 9 - 1 are halved three times
 FAINT = 5e-4  # added to the variance of a patch's parts, so that the faintest are not blown up
 WIDER = 4  # channels of the last two groups, as multiples of the first's
@@ -40,7 +41,8 @@ class Whitening(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, param_dtype(precision)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...].astype(x.dtype)
+        more = ((0, 0), (0, 0), (0, 0), (0, ALIGNED - 3))
+        x, kernel = jnp.pad(x, more), jnp.pad(self.kernel[...].astype(x.dtype), (*more[:2], more[3], (0, 0)))
         y = lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         return gelu(y + self.bias[...].astype(x.dtype))
 
