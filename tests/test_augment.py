@@ -87,3 +87,20 @@ def test_every_step_and_seed_draws_anew(batch):
     other = prepared(wanted.override({"train.seed": 1}), batch, step=3)[0]
     assert not np.allclose(here, later)
     assert not np.allclose(here, other)
+
+
+def test_six_views_are_a_picture_and_its_neighbours_from_both_sides():
+    images = np.random.default_rng(0).integers(0, 256, (2, 6, 7, 3), np.uint8)
+    found = augment.views(jnp.asarray(images), 6)
+    wide = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+    wanted = [images, wide[:, :-2, :-2], wide[:, 2:, 2:]]
+    shares = {}
+    for share, view in found:
+        for number, plain in enumerate(wanted):
+            for side, picture in enumerate((plain, plain[:, :, ::-1])):
+                if np.array_equal(view, picture):
+                    shares[number, side] = share
+    assert shares == {(0, 0): 1 / 4, (0, 1): 1 / 4} | {(n, side): 1 / 8 for n in (1, 2) for side in (0, 1)}
+    assert [share for share, _ in augment.views(images, 2)] == [1 / 2, 1 / 2]
+    assert np.array_equal(augment.views(images, 2)[1][1], images[:, :, ::-1])
+    assert augment.views(images, 1)[0][1] is images

@@ -26,7 +26,9 @@ def test_verbs_recipes_options_and_their_values_are_completed():
     assert after("tr") == ["train"]
     assert {"index", "prepare", "show"} <= set(after("data", ""))
     assert after("train", "") == sorted(presets())
-    assert after("train", "digits", "--optimizer.n") == ["--optimizer.name", "--optimizer.nesterov"]
+    assert after("train", "digits", "--optimizer.n") == [
+        f"--optimizer.{f}" for f in ("name", "nesterov", "newton_schulz")
+    ]
     assert after("train", "digits", "--optimizer.name", "") == ["adamw", "lars", "muon", "sgd"]
     assert after("train", "digits", "--optimizer.nesterov", "t") == ["true"]
     assert after("plan", "--plan.summation", "to")[:2] == ["torus", "torus4"]

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from podscale import optim
+from podscale.errors import UserError
 from podscale.recipe import Recipe, override
 
 FORMS = ("mlperf", "scaled", "optax")
@@ -336,3 +337,90 @@ def test_muon_decays_kernels_towards_zero():
     w, g = np.ones((1, 1, 2, 2), np.float32), np.eye(2, dtype=np.float32)[None, None]
     updates, _ = muon_step({"kernel": w}, {"kernel": g}, **{"optimizer.weight_decay": 0.1, "optimizer.trust": 1e-9})
     assert np.asarray(updates["kernel"]) == pytest.approx(-0.5 * 0.1, abs=1e-6)
+
+
+def test_muon_that_renormalizes_gives_a_kernel_its_norm_back_and_moves_it_along_the_orthogonal_matrix():
+    random = np.random.default_rng(0)
+    w, g = (random.normal(size=(3, 3, 8, 16)).astype(np.float32) for _ in range(2))
+    updates, _ = muon_step({"kernel": w}, {"kernel": g}, **{"optimizer.renormalize": True, "optimizer.weight_decay": 9})
+    moved = (w + np.asarray(updates["kernel"])).reshape(72, 16)
+    along = (4 / np.linalg.norm(w) * w.reshape(72, 16) - moved) / (0.5 * 0.25)  # rate and trust
+    values = np.linalg.svd(along, compute_uv=False)
+    assert 0.6 < values.min() < values.max() < 1.3
+    left, _, right = np.linalg.svd(g.reshape(72, 16), full_matrices=False)
+    assert (along * (left @ right)).sum() / 16 == pytest.approx(values.mean(), rel=1e-3)
+
+
+def test_more_newton_schulz_steps_come_nearer_to_an_orthogonal_matrix():
+    random = np.random.default_rng(0)
+    w, g = (random.normal(size=(1, 1, 16, 16)).astype(np.float32) for _ in range(2))
+
+    def spread(steps):
+        updates, _ = muon_step(
+            {"kernel": w}, {"kernel": g}, **{"optimizer.newton_schulz": steps, "optimizer.weight_decay": 0}
+        )
+        values = np.linalg.svd(np.asarray(updates["kernel"])[0, 0], compute_uv=False)
+        return values.max() / values.min()
+
+    assert spread(1) > 2 * spread(3) > 2 * spread(5)
+
+
+def test_muon_moves_each_of_several_kernels_as_if_it_were_alone():
+    random = np.random.default_rng(0)
+    shapes = {"a": (3, 3, 4, 8), "b": (1, 1, 8, 8), "c": (3, 3, 4, 8), "d": (3, 3, 4, 8)}
+    w, g = ({k: random.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in range(2))
+    together, _ = muon_step(w, g)
+    for name in shapes:
+        alone, _ = muon_step({name: w[name]}, {name: g[name]})
+        np.testing.assert_allclose(together[name], alone[name], rtol=1e-5, atol=1e-6)
+
+
+# --- rates of their own ------------------------------------------------------------------------------------------
+
+MODEL = {
+    "layers": {
+        0: {"kernel": np.ones((2, 3), np.float32), "bias": np.ones(3, np.float32)},
+        1: {"bias": np.ones(3, np.float32)},
+        10: {"kernel": np.ones((3, 2), np.float32), "bias": np.ones(2, np.float32)},
+    }
+}
+
+
+def moves(steps, name="sgd", **changes):
+    """How far each parameter of MODEL moves at each step under gradients of 1, by the first of its numbers."""
+    settings = {"optimizer.name": name, "optimizer.momentum": 0, "optimizer.weight_decay": 0, "train.epochs": 8}
+    wanted = override(Recipe(), settings | {"schedule.decay": "polynomial", "schedule.end": 0} | changes)
+    wanted = override(wanted, {"schedule.power": 1})
+    rule = optim.optimizer(wanted, optim.schedule(wanted, 8, 1.0), stem="layers.0", head="layers.10")
+    gradients, state, found = jax.tree.map(np.ones_like, MODEL), rule.init(MODEL), []
+    for _ in range(steps):
+        updates, state = rule.update(gradients, state, MODEL)
+        found.append([float(leaf.ravel()[0]) for leaf in jax.tree.leaves(updates)])
+    return -np.array(found).T  # parameters: bias 0, kernel 0, bias 1, bias 10, kernel 10
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_biases_and_the_head_may_have_peaks_of_their_own(name):
+    found = moves(5, name, **{"schedule.peak": 2, "schedule.bias_peak": 16, "schedule.head_peak": 32})
+    shape = 1 - np.arange(5) / 8
+    np.testing.assert_allclose(found, np.array([[16], [2], [16], [16], [32]]) * shape, rtol=1e-5)
+
+
+def test_the_first_layer_may_go_through_the_schedule_sooner_than_the_rest():
+    found = moves(6, **{"schedule.peak": 2, "schedule.bias_peak": 16, "schedule.stem_epochs": 2})
+    rest, stem = 1 - np.arange(6) / 8, np.array([1, 0.5, 0, 0, 0, 0])
+    np.testing.assert_allclose(found[:2], np.array([[16], [2]]) * stem, atol=1e-6)
+    np.testing.assert_allclose(found[2:], np.array([[16], [16], [2]]) * rest, rtol=1e-5)
+
+
+def test_what_muon_leaves_to_sgd_may_have_a_momentum_of_its_own():
+    found = moves(2, "muon", **{"schedule.decay": "constant", "schedule.peak": 1, "optimizer.rest_momentum": 0.5})
+    np.testing.assert_allclose(found[:, 1], 1.5)
+    np.testing.assert_allclose(moves(2, "muon", **{"schedule.decay": "constant", "schedule.peak": 1})[:, 1], 1)
+
+
+def test_rates_of_layers_that_nobody_knows_are_refused():
+    for field in ("head_peak", "stem_epochs"):
+        wanted = override(Recipe(), {f"schedule.{field}": 1})
+        with pytest.raises(UserError, match=f"schedule.{field} needs a model with a list of `layers`"):
+            optim.optimizer(wanted, 1.0)

@@ -174,6 +174,16 @@ def test_flips_are_fair_and_can_be_turned_off():
     assert not many(flip=False)[1].any()
 
 
+def test_flips_that_alternate_begin_at_random_and_then_take_turns():
+    augment, sizes = Augment(alternate=True), np.array([[32, 32]] * 20_000)
+    first, second, third = (crop_boxes(augment, 7, [n] * 20_000, np.arange(20_000), sizes, 32)[1] for n in range(3))
+    assert abs(first.mean() - 0.5) < 0.01
+    assert (first == third).all()
+    assert (first != second).all()
+    drawn = crop_boxes(Augment(), 7, [0] * 20_000, np.arange(20_000), sizes, 32)[1]
+    assert (first == drawn).all()
+
+
 def test_a_flip_tells_nothing_of_the_crop():
     boxes, flips = many()
     assert abs(np.corrcoef(boxes[:, 0], flips)[0, 1]) < 0.02

@@ -20,6 +20,8 @@ RULES = [{"name": "lars", "form": form} for form in ("mlperf", "scaled", "optax"
     {"name": "sgd"},
     {"name": "adamw"},
 ]
+RATES = {"schedule.bias_peak": 3, "schedule.head_peak": 2, "schedule.stem_epochs": 20}
+ENDS = {"stem": "conv", "head": "head"}
 SHAPES = {"conv": {"kernel": (3, 3, 2, 5), "bias": (5,)}, "scale": (1,), "head": {"kernel": (7, 3)}}
 PODS = [("2x2", 1), ("2x3", 2), ("1x4", 1)]
 ROUNDING = 1e-12
@@ -37,7 +39,7 @@ def small(**changes):
 
 def on_parts(rule, mesh, params, gradients):
     """The parameters after an update for each of the gradients [step, device, ...], and the optimizer's state."""
-    optimizer = optim.optimizer(rule, optax.linear_schedule(0.1, 0.2, 3), sharded.norms)
+    optimizer = optim.optimizer(rule, optax.linear_schedule(0.1, 0.2, 3), sharded.norms, **ENDS)
     cutter = sharded.Cutter(mesh, optimizer, params)
 
     def body(params, state, gradient):
@@ -59,13 +61,21 @@ def on_parts(rule, mesh, params, gradients):
 @pytest.mark.parametrize(("shape", "cores"), PODS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("form", rule["name"]))
 def test_every_rule_updates_parts_as_it_updates_the_whole(rule, shape, cores):
+    compare_updates(rule, shape, cores)
+
+
+def test_rates_of_their_own_are_the_same_for_parts():
+    compare_updates(RULES[0], "2x2", 1, **RATES)
+
+
+def compare_updates(rule, shape, cores, **rates):
     fields = rule | {"clip_norm": 3.0, "weight_decay": 0.1, "trust": 0.5}
-    recipe = recipes.override(recipes.load("digits"), {f"optimizer.{k}": v for k, v in fields.items()})
+    recipe = recipes.override(recipes.load("digits"), {f"optimizer.{k}": v for k, v in fields.items()} | rates)
     with jax.enable_x64(True):
         mesh = pod.of(jax.devices(), shape, cores).mesh()
         params, gradients = draw(SHAPES, 0), [draw(SHAPES, step, (mesh.size,)) for step in (1, 2, 3)]
         found, state, cutter = on_parts(recipe, mesh, params, gradients)
-        optimizer = optim.optimizer(recipe, optax.linear_schedule(0.1, 0.2, 3))
+        optimizer = optim.optimizer(recipe, optax.linear_schedule(0.1, 0.2, 3), **ENDS)
         expected, held = params, optimizer.init(params)
         for gradient in gradients:
             updates, held = optimizer.update(jax.tree.map(lambda g: g.sum(0), gradient), held, expected)

@@ -98,6 +98,7 @@ def preprocessing(data: Data) -> dict[str, Any]:
     return {
         "image_size": data.image_size,
         "eval_fraction": data.eval_fraction,
+        "eval_views": data.eval_views,
         "shrink": data.shrink,
         "mean": list(data.mean),
         "std": list(data.std),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -18,7 +19,7 @@ from podscale import models, optim, peers, sharded, weights
 from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
-from podscale.data import cache, decode, loader
+from podscale.data import cache, decode, loader, resident
 from podscale.data.files import Progress
 from podscale.data.index import NO_PICTURES, Index, Splits, open_index
 from podscale.data.order import Order
@@ -33,6 +34,8 @@ from podscale.recipe import Recipe
 from podscale.run import Run
 from podscale.step import State
 from podscale.weights import Beginning
+
+FITTED_TO = 5000  # training pictures that a model may look at before training
 
 
 class Job(NamedTuple):
@@ -75,13 +78,32 @@ def assemble(
     model = model or models.build(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
     net, params, stats = functional(model, recipe.model.freeze)
     schedule = optim.schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
-    needs = footprint(recipe, net, params, stats, net.learner(optim.optimizer(recipe, schedule)))
+    rule = net.learner(optim.optimizer(recipe, schedule, stem=net.stem, head=net.head))
+    needs = footprint(recipe, net, params, stats, rule)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
-    chosen = choice.settled(options, pod, parameters)
+    chosen = choice.settled(resident.settled(options, recipe, pod, data), pod, parameters)
     plan = plans.make(recipe, pod, counts, chosen.options, needs)
     mesh, optimizer = pod.mesh(plan.tile), steps.learner(net, plan, schedule)
     state = steps.initial_state(recipe, params, stats, optimizer)
     return _placed(Job(recipe, plan, mesh, data, net, optimizer, schedule, state, chosen))
+
+
+def fitted(job: Job) -> Job:
+    """The same job, its model fitted to training pictures, where it has a `fit`; the first process's word holds.
+
+    The pictures are spread evenly over the data set, and are seen as evaluation would see them.
+    """
+    params, stats = jax.device_get((job.state.params, job.state.stats))
+    model = job.net.model(*jax.tree.map(jnp.asarray, (params, stats)))
+    if not hasattr(model, "fit"):
+        return job
+    count = len(job.data.train)
+    chosen = np.arange(min(count, FITTED_TO)) * count // min(count, FITTED_TO)
+    pictures = loader.eval_pictures(job.data.train, chosen.tolist(), job.recipe)
+    mean, std = (np.asarray(value, np.float32) for value in (job.recipe.data.mean, job.recipe.data.std))
+    model.fit((pictures / np.float32(255) - mean) / std)
+    params = pods.first_arrays(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return _placed(job._replace(state=steps.initial_state(job.recipe, params, stats, job.optimizer)))
 
 
 def begun(job: Job) -> tuple[Job, Beginning]:
@@ -147,20 +169,30 @@ def input_facts(job: Job) -> dict[str, Any]:
     kept = {split: getattr(job.data, split).cache for split in ("train", "val")}
     return {
         "decoder": decode.decoder() if job.data.train.files is not None else "none",
-        "cache": {split: found.kind if found else "none" for split, found in kept.items()},
+        "cache": {
+            split: "device" if job.plan.resident else found.kind if found else "none" for split, found in kept.items()
+        },
         "cache_bytes": sum(found.memory.size for found in kept.values() if found),
     }
 
 
 def compiled_step(job: Job, run: Run | None = None) -> Any:
     """The train call, compiled ahead of its first use, so that its time is booked as what it is."""
-    size, shape = job.recipe.data.image_size, job.plan.batch_shape
-    sharding = pods.batch_sharding(job.mesh, axis=2)
-    images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=sharding)
-    labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    pictures = [resident.placed(job.data.train, job.mesh)] if job.plan.resident else []
     call = steps.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh)
-    lowered = call.lower(job.state, images, labels, jax.ShapeDtypeStruct((), np.int32))
-    return compiled(lowered, job.plan, run)
+    batch = steps.call_arguments(job.plan, job.mesh)[:3]
+    program = compiled(call.lower(job.state, *batch, *pictures), job.plan, run)
+    return _warmed(job, lambda *batch: program(*batch, *pictures), *batch) if pictures else program
+
+
+def _warmed(job: Job, call: Callable[..., Any], picks: Any, labels: Any, _: Any) -> Callable[..., Any]:
+    """The call, after it was used on zeros: what a device loads at first use is no part of training."""
+    jax.block_until_ready(call(*_zeros((job.state, picks, labels)), np.int32(1)))
+    return call
+
+
+def _zeros(like: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), like)
 
 
 def compiled(lowered: Any, plan: Plan, run: Run | None) -> Any:
@@ -218,16 +250,22 @@ class Evaluator:
         call = steps.eval_call(job.net, job.plan, job.mesh)
         lowered = call.lower(job.state.params, job.state.stats, images, labels, self._empty())
         self._call = compiled(lowered, job.plan, run)
+        self._held: list[loader.Batch] = []  # where the pictures live on the devices: all of them, batch by batch
+        if job.plan.resident:
+            with self._loaded() as batches:
+                self._held = list(batches)
+            nobody = _zeros((job.state.params, job.state.stats, images, labels))  # as in `_warmed`
+            jax.block_until_ready(self._call(*nobody, self._empty()))
 
     def __call__(self, state: State) -> dict[str, float]:
         """Accuracy, top-5 accuracy and mean loss over all validation examples, by the averaged weights if there are."""
         job, numbers = self._job, state.average or {"params": state.params, "stats": state.stats}
         tally, answers = self._empty(), []
-        with loader.eval_batches(job.data.val, job.recipe, self._sharding, job.plan.eval_images) as batches:
+        with self._loaded() if not self._held else nullcontext(self._held) as batches:
             for batch in batches:
                 tally, given = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
                 answers.append(given)
-            self.unreadable = batches.bad.news()
+            self.unreadable = batches.bad.news() if isinstance(batches, loader.Batches) else []
         found = jax.device_get(tally)
         self.answers = np.concatenate([pods.whole(given) for given in answers])[: len(job.data.val)]
         count = int(found.examples)
@@ -237,6 +275,10 @@ class Evaluator:
             "loss": float(found.loss) / count,
             "examples": count,
         }
+
+    def _loaded(self) -> loader.Batches:
+        job = self._job
+        return loader.eval_batches(job.data.val, job.recipe, self._sharding, job.plan.eval_images)
 
     def _empty(self) -> steps.Tally:
         return jax.device_put(steps.empty_tally(), NamedSharding(self._job.mesh, PartitionSpec()))

@@ -82,5 +82,5 @@ def planned(recipe: Recipe, pod: Pod, options: Options) -> Plan:
     Order(counts.train, data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
     model = nnx.eval_shape(lambda: models.build(recipe.model, counts.classes, data.image_size))
     net, params, stats = functional(model, recipe.model.freeze)
-    optimizer = net.learner(optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0)))
+    optimizer = net.learner(optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0), stem=net.stem, head=net.head))
     return plans.make(recipe, pod, counts, options, footprint(recipe, net, params, stats, optimizer))

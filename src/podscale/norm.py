@@ -46,9 +46,16 @@ class BatchNorm(nnx.Module):
     """
 
     def __init__(
-        self, features: int, *, zero_scale: bool = False, epsilon: float = 1e-5, param_dtype: Any = jnp.float32
+        self,
+        features: int,
+        *,
+        zero_scale: bool = False,
+        scaled: bool = True,
+        epsilon: float = 1e-5,
+        param_dtype: Any = jnp.float32,
     ) -> None:
-        self.scale = nnx.Param((jnp.zeros if zero_scale else jnp.ones)(features, param_dtype))
+        """Without `scaled` there is no scale to learn: it is 1."""
+        self.scale = nnx.Param((jnp.zeros if zero_scale else jnp.ones)(features, param_dtype)) if scaled else None
         self.bias = nnx.Param(jnp.zeros(features, param_dtype))
         self.mean = nnx.BatchStat(jnp.zeros(features, param_dtype))
         self.var = nnx.BatchStat(jnp.ones(features, param_dtype))
@@ -57,11 +64,12 @@ class BatchNorm(nnx.Module):
         self.use_running_average = True
 
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
+        scale = jnp.ones_like(self.bias[...]) if self.scale is None else self.scale[...]
         if self.use_running_average if use_running_average is None else use_running_average:
-            return _affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), self.scale[...], self.bias[...])
+            return _affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), scale, self.bias[...])
         if hasattr(self, "moments"):
             raise UserError("a batch norm is used twice in one pass of the model; give each place one of its own")
-        y, moments = normalize(x, self.scale[...], self.bias[...], self.groups, self.epsilon)
+        y, moments = normalize(x, scale, self.bias[...], self.groups, self.epsilon)
         self.moments = Moments(moments)
         return y
 

@@ -18,11 +18,17 @@ ratio: the plain learning rate, with momentum.
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves every convolution's kernel, as a matrix, along the
 nearest orthogonal matrix to its momentum, so that all of its directions learn at the same rate. Here the step is a
-share of the kernel's own norm, as in LARS: w ← w − lr·(η‖w‖/‖O‖·O + βw). All else learns by SGD.
+share of the kernel's own norm, as in LARS: w ← w − lr·(η‖w‖/‖O‖·O + βw). All else learns by SGD. With `renormalize`,
+as its author trains small networks in seconds, w ← √outputs/‖w‖·w − lr·η·O: a kernel keeps its norm, and moves less
+along directions that Newton and Schulz's steps have not brought to full length.
+
+Biases, the head and the first layer may have learning rates of their own (`schedule.bias_peak` and so on).
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -85,27 +91,83 @@ def whole_norms(tree: Any) -> Any:
 
 
 def optimizer(
-    recipe: Recipe, learning_rate: optax.ScalarOrSchedule, norms: Norms = whole_norms
+    recipe: Recipe,
+    learning_rate: optax.ScalarOrSchedule,
+    norms: Norms = whole_norms,
+    *,
+    stem: str = "",
+    head: str = "",
 ) -> optax.GradientTransformation:
     """The recipe's update rule. Its state is a tree of arrays; momentum has the shape and dtype of its parameter.
 
-    `norms` replaces the one thing that an update rule here does with an array as a whole.
+    `norms` replaces the one thing that an update rule here does with an array as a whole. `stem` and `head` are where
+    the model's first and last layers stand among the parameters, such as `layers.0`.
     """
-    wanted = recipe.optimizer
+    wanted, rates = recipe.optimizer, _rates(recipe, learning_rate, stem, head)
+    rules = {kind: _rule(wanted, kind, rate, norms) for kind, rate in rates.items()}
+    rule = rules[REST] if len(rules) == 1 else optax.partition(rules, partial(_kinds, wanted, set(rules), stem, head))
+    return optax.chain(_clipped(wanted.clip_norm, norms), rule) if wanted.clip_norm else rule
+
+
+def _rule(wanted: Optimizer, kind: str, rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:
+    """The update rule for parameters of one kind."""
     match wanted.name:
         case "lars":
-            rule = _lars(wanted, learning_rate, norms)
+            return _lars(wanted, rate, norms)
         case "sgd":
-            rule = _sgd(wanted, learning_rate)
+            return _sgd(wanted, rate)
         case "adamw":
-            rule = _adamw(wanted, learning_rate)
+            return _adamw(wanted, rate)
         case "muon" if norms is whole_norms:
-            rule = _muon(wanted, learning_rate)
+            return _muon(wanted, rate) if kind.startswith(REST) else _left_by_muon(wanted, rate)
         case name:
             if norms is not whole_norms:
                 raise UserError(f"plan.summation sharded gives every device a part of each array; {name} may need all")
-            rule = RULES[name](wanted, learning_rate)
-    return optax.chain(_clipped(wanted.clip_norm, norms), rule) if wanted.clip_norm else rule
+            return RULES[name](wanted, rate)
+
+
+# --- kinds of parameters with learning rates of their own ---
+
+REST, BIAS, HEAD, OF_STEM = "rest", "bias", "head", " of the stem"
+
+
+def _rates(
+    recipe: Recipe, learning_rate: optax.ScalarOrSchedule, stem: str, head: str
+) -> dict[str, optax.ScalarOrSchedule]:
+    """The learning rate of each kind of parameters that has one."""
+    wanted, rates = recipe.schedule, {REST: learning_rate}
+    for kind, peak in ((BIAS, wanted.bias_peak), (HEAD, wanted.head_peak)):
+        if peak:
+            rates[kind] = _times(learning_rate, peak / wanted.peak)
+    for field, place in (("stem_epochs", stem), ("head_peak", head)):
+        if getattr(wanted, field) and not place:
+            raise UserError(f"schedule.{field} needs a model with a list of `layers`, or a `stem` and a `head`")
+    if wanted.stem_epochs:
+        sooner = max(1.0, recipe.train.epochs / wanted.stem_epochs)
+        rates |= {kind + OF_STEM: _sooner(rate, sooner) for kind, rate in rates.items()}
+    return rates
+
+
+def _kinds(wanted: Optimizer, known: set[str], stem: str, head: str, params: Any) -> Any:
+    """A tree like `params`: of which kind each is."""
+
+    def kind(path: tuple[Any, ...], _: Any) -> str:
+        name = keystr(path, simple=True, separator=".")
+        of_stem = OF_STEM if name.startswith(f"{stem}.") and REST + OF_STEM in known else ""
+        if _last_name(path) in wanted.skip and BIAS in known:
+            return BIAS + of_stem
+        return (HEAD if name.startswith(f"{head}.") and HEAD in known else REST) + of_stem
+
+    return tree_map_with_path(kind, params)
+
+
+def _times(rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarOrSchedule:
+    return (lambda step: factor * rate(step)) if callable(rate) else factor * rate
+
+
+def _sooner(rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarOrSchedule:
+    """The same rates, so many times earlier; what comes after the last is the last."""
+    return (lambda step: rate(factor * jnp.asarray(step, float))) if callable(rate) else rate
 
 
 def global_norm(tree: Any, norms: Norms = whole_norms) -> jax.Array:
@@ -180,15 +242,24 @@ def _adamw(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.Gr
 
 
 def _muon(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    kernels = optax.chain(
+    along = _alike_at_once(
         optax.contrib.scale_by_muon(
-            beta=wanted.momentum, nesterov=wanted.nesterov, weight_dimension_numbers=_as_matrices
-        ),
-        _shares_of_weights(wanted),
-        optax.add_decayed_weights(wanted.weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+            ns_steps=wanted.newton_schulz,
+            beta=wanted.momentum,
+            nesterov=wanted.nesterov,
+            weight_dimension_numbers=_as_matrices,
+        )
     )
-    return optax.partition({True: kernels, False: _sgd(wanted, learning_rate)}, _convolutions)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    if wanted.renormalize:
+        kernels = optax.chain(along, optax.scale(wanted.trust), rate, _renormalized())
+    else:
+        kernels = optax.chain(along, _shares_of_weights(wanted), optax.add_decayed_weights(wanted.weight_decay), rate)
+    return optax.partition({True: kernels, False: _left_by_muon(wanted, learning_rate)}, _convolutions)
+
+
+def _left_by_muon(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return _sgd(replace(wanted, momentum=wanted.rest_momentum or wanted.momentum), learning_rate)
 
 
 def _convolutions(params: Any) -> Any:
@@ -196,8 +267,29 @@ def _convolutions(params: Any) -> Any:
 
 
 def _as_matrices(params: Any) -> Any:
-    """Kernels [height, width, inputs, outputs] as matrices [height·width·inputs, outputs]."""
-    return jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers((0, 1, 2), 3), params)
+    """Stacks of kernels [kernel, height, width, inputs, outputs] as matrices [height·width·inputs, outputs]."""
+    return jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers((1, 2, 3), 4), params)
+
+
+def _alike_at_once(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The rule, told of one stack for each shape of arrays: a few small matrices at once keep a GPU busier."""
+
+    def stacked(tree: Any) -> dict[str, jax.Array]:
+        alike: dict[str, list[jax.Array]] = {}
+        for leaf in jax.tree.leaves(tree):
+            alike.setdefault(_shape_name(leaf), []).append(leaf)
+        return {name: jnp.stack(leaves) for name, leaves in alike.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        stacks, state = rule.update(stacked(updates), state)
+        rows = {name: iter(stack) for name, stack in stacks.items()}
+        return jax.tree.map(lambda leaf: next(rows[_shape_name(leaf)]), updates), state
+
+    return optax.GradientTransformation(lambda params: rule.init(stacked(params)), update)
+
+
+def _shape_name(array: jax.Array) -> str:
+    return "x".join(map(str, array.shape))
 
 
 def _shares_of_weights(wanted: Optimizer) -> optax.GradientTransformation:
@@ -206,6 +298,18 @@ def _shares_of_weights(wanted: Optimizer) -> optax.GradientTransformation:
     def update(updates: Any, params: Any) -> Any:
         def one(u: jax.Array, w: jax.Array) -> jax.Array:
             return u * (wanted.trust * _norm(w) / jnp.maximum(_norm(u), 1e-12)).astype(u.dtype)
+
+        return jax.tree.map(one, updates, params)
+
+    return optax.stateless(update)
+
+
+def _renormalized() -> optax.GradientTransformation:
+    """u becomes what leads from w to √outputs/‖w‖·w + u."""
+
+    def update(updates: Any, params: Any) -> Any:
+        def one(u: jax.Array, w: jax.Array) -> jax.Array:
+            return u + w * (math.sqrt(w.shape[-1]) / jnp.maximum(_norm(w), 1e-12) - 1).astype(w.dtype)
 
         return jax.tree.map(one, updates, params)
 

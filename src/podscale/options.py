@@ -33,8 +33,10 @@ class Options:
     micro_batches: int = _field(0, "slices a device works through per update; 0: as few as fit its memory")
     steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")
     eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")
-    cache: Literal["auto", "none", "encoded", "decoded"] = _field(
-        "auto", "pictures kept in memory after the first pass; auto: decoded if they fit, else encoded if they fit"
+    cache: Literal["auto", "none", "encoded", "decoded", "device"] = _field(
+        "auto",
+        "where pictures are kept: after the first pass in the hosts' memory, or from the start on every device; "
+        "auto: on the devices if that is little of a GPU's or TPU's memory, else decoded or else encoded if they fit",
     )
     cache_gib: float = _field(0.0, "memory that the cache may take on each host; 0: half of what is free")
     save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")

@@ -20,6 +20,8 @@ from podscale.recipe import Recipe
 
 BUCKET_MIB = 32  # unless something else is chosen
 BATCHES_IN_FLIGHT = 3  # one in use and two ahead of it
+PICK_BYTES = 16  # sample, left, top, mirrored: what names a crop of a picture that is on the device already
+MOST_STEPS_A_CALL = 64  # where the input is no limit: a run that is asked to stop finishes its call first
 SPARE = 0.85  # share of a device's memory that a plan may fill; the rest is for the compiler's temporaries
 
 
@@ -40,11 +42,12 @@ class Memory:
     optimizer: int = 0
     input_per_image: int = 0
     activations_per_image: int = 0
+    pictures: int = 0  # the data set, where it lives on the devices
 
     def total(self, micro_images: int, input_images: int) -> int:
         """With so many images at work and so many waiting, already on the device."""
         waiting, at_work = self.input_per_image * input_images, self.activations_per_image * micro_images
-        return self.parameters + self.optimizer + waiting + at_work
+        return self.parameters + self.optimizer + self.pictures + waiting + at_work
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Plan:
     kernels: str  # of fused layers: "triton" or "plain"; empty: layers are not fused
     deterministic: bool
     memory: Memory
+    resident: bool = False  # the pictures live on the devices; what is loaded says which of them, and where cropped
 
     # --- images ---
 
@@ -158,7 +162,7 @@ class Plan:
             ("batch", f"{b.size:,} images, {self.images_per_device} a device" + _slices(self)),
             ("batch norm", norm),
             ("summation", f"{self.summation}, {self.payload} payload"),
-            ("input", f"{lanes} lane{'s' * (lanes > 1)}, {lanes_per_host(self)} a host"),
+            ("input", f"{lanes} lane{'s' * (lanes > 1)}, {lanes_per_host(self)} a host" + _where(self)),
             ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} an epoch), {self.steps_per_call} a call"),
             (
                 "memory",
@@ -190,6 +194,7 @@ class Plan:
                 "optimizer": self.memory.optimizer,
                 "input": self.memory.input_per_image * self.input_images,
                 "activations": self.memory.activations_per_image * self.micro_images,
+                "pictures": self.memory.pictures,
                 "limit": self.pod.memory_bytes,
             },
         }
@@ -213,6 +218,10 @@ def lanes_per_host(plan: Plan) -> int:
 
 def _plural_hosts(pod: Pod) -> str:
     return f", {pod.hosts} hosts" if pod.hosts > 1 else ""
+
+
+def _where(plan: Plan) -> str:
+    return f"; all pictures on every device ({plan.memory.pictures / 2**20:,.0f} MiB)" if plan.resident else ""
 
 
 def _too_much(need: int, pod: Pod) -> str:
@@ -248,7 +257,14 @@ def make(
     summation = _summation(options)
     if summation == "sharded":
         memory = replace(memory, optimizer=-(-memory.optimizer // N))
-    micro_batches, tile = _slicing(recipe, pod, options, memory)
+    resident = options.cache == "device"
+    if resident:
+        if why := not_resident(recipe):
+            raise UserError(f"plan.cache device: {why}")
+        held = 3 * recipe.data.image_size**2 * (counts.train + counts.val)
+        memory = replace(memory, input_per_image=PICK_BYTES, pictures=held)
+    steps_per_call = _steps_per_call(recipe, pod, options, counts)
+    micro_batches, tile = _slicing(recipe, pod, options, memory, B // N * steps_per_call * BATCHES_IN_FLIGHT)
     _check_mixing(recipe, B // N // micro_batches)
     return Plan(
         recipe=recipe,
@@ -256,7 +272,7 @@ def make(
         counts=counts,
         tile=tile,
         micro_batches=micro_batches,
-        steps_per_call=_steps_per_call(recipe, pod, options),
+        steps_per_call=steps_per_call,
         eval_images=options.eval_images or _eval_images(B // N // micro_batches, counts.val, N),
         summation=summation,
         payload=options.payload,
@@ -268,6 +284,7 @@ def make(
         kernels=_kernels(options, pod),
         deterministic=options.deterministic,
         memory=memory,
+        resident=resident,
     )
 
 
@@ -284,7 +301,7 @@ def _check_options(options: Options) -> None:
             raise UserError(f"plan.{field} must be {least} or more, not {value}")
 
 
-def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory) -> tuple[int, tuple[int, int]]:
+def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory, waiting: int) -> tuple[int, tuple[int, int]]:
     """Micro-batches and batch-norm tile: the fewest slices that fit the memory and hold whole groups."""
     images, span = recipe.batch.size // pod.size, recipe.batch.span
     if options.micro_batches and images % options.micro_batches:
@@ -298,7 +315,6 @@ def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory) -> tupl
         spans = [s for s in divisors(recipe.batch.size) if any(tile_for(s, images // M, pod) for M in counts)]
         where = f"{images // counts[0]} images per device on a {pod.shape} torus"
         raise UserError(f"batch.span {span} does not fit {where}; {nearest_numbers(span, spans)}")
-    waiting = images * _steps_per_call(recipe, pod, options) * BATCHES_IN_FLIGHT
     roomy = [f for f in fitting if memory.total(images // f[0], waiting) <= SPARE * pod.memory_bytes]
     return roomy[0] if roomy else fitting[-1]
 
@@ -324,10 +340,26 @@ def _summation(options: Options) -> str:
     return "xla" if options.summation == "auto" else options.summation
 
 
-def _steps_per_call(recipe: Recipe, pod: Pod, options: Options) -> int:
-    """One on CPUs, where loops around convolutions are slow; else as many as keep the input under 256 MiB, up to 8."""
+def not_resident(recipe: Recipe) -> str:
+    """Why this recipe's pictures cannot live on the devices and be cropped there; empty where they can."""
+    if recipe.data.source not in ("digits", "npz", "cifar", "mnist"):
+        return f"pictures of data.source {recipe.data.source} are in files; decoded is as far as they can be kept"
+    if recipe.augment.crop == "resized":
+        return "augment.crop resized needs the host; padded and centre do not"
+    if recipe.augment.randaugment:
+        return "augment.randaugment needs the host; leave it out"
+    return ""
+
+
+def _steps_per_call(recipe: Recipe, pod: Pod, options: Options, counts: Counts) -> int:
+    """One on CPUs, where loops around convolutions are slow; else as many as keep the input under 256 MiB, up to 8.
+
+    Where the pictures are on the device already, an epoch.
+    """
     if options.steps_per_call or pod.kind == "cpu":
         return options.steps_per_call or 1
+    if options.cache == "device":
+        return max(1, min(MOST_STEPS_A_CALL, round(counts.train / recipe.batch.size)))
     image_bytes = 3 * recipe.data.image_size**2
     return max(1, min(8, (256 << 20) // (recipe.batch.size // pod.size * image_bytes)))
 

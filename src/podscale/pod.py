@@ -254,6 +254,11 @@ def first_ones(number: int) -> int:
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
+def first_arrays(tree: Any) -> Any:
+    """The first process's arrays, in all of them: the last bits of what each computes for itself may differ."""
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+
 def whole(array: Any) -> NDArray:
     """All of an array, of which this process may hold but a part; every process must ask."""
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -39,6 +39,9 @@ class Data:
     train_samples: int = _field(0, "number of training pictures; 0: as found")
     val_samples: int = _field(0, "number of validation pictures; 0: as found")
     eval_fraction: float = _field(1.0, "share of the shorter side that evaluation's centre crop keeps")
+    eval_views: int = _field(
+        1, "views that evaluation averages over: 1; 2: and mirrored; 6: both also moved by a pixel along the diagonal"
+    )
     bad_share: float = _field(0.001, "share of a split's pictures that may turn out unreadable before the run stops")
     mean: tuple[float, ...] = _field((0.485, 0.456, 0.406), "per-channel mean of pixels in 0..1")
     std: tuple[float, ...] = _field((0.229, 0.224, 0.225), "per-channel standard deviation of pixels in 0..1")
@@ -80,6 +83,11 @@ class Optimizer:
     trust: float = _field(
         0.001, "trust coefficient of lars; the share of its norm that muon moves a kernel by, at rate 1"
     )
+    newton_schulz: int = _field(5, "steps in which muon comes near an orthogonal matrix")
+    renormalize: bool = _field(
+        False, "muon gives every kernel the norm √outputs before each update, and its update the norm it has by itself"
+    )
+    rest_momentum: float = _field(0.0, "momentum of what muon leaves to sgd; 0: the same")
     epsilon: float = _field(0.0, "added to denominators (lars, adamw)")
     second_moment: float = _field(0.999, "adamw's second moment's decay")
     skip: tuple[str, ...] = _field(("bias", "scale"), "parameters without weight decay and trust ratio, by last name")
@@ -92,6 +100,11 @@ class Schedule:
     """The learning rate over the run: linear warm-up to `peak`, then decay to `end`."""
 
     peak: float = _field(1.0, "learning rate at the end of warm-up, before scaling by the batch")
+    bias_peak: float = _field(0.0, "the same for parameters in optimizer.skip; 0: as for all")
+    head_peak: float = _field(0.0, "the same for the last layer, but for its bias; 0: as for all")
+    stem_epochs: float = _field(
+        0.0, "epochs in which the first layer goes through the whole schedule, to stay at its end; 0: all of them"
+    )
     scale_batch: int = _field(0, "linear scaling rule: peak is for this batch size; 0: peak is taken as it is")
     warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
     decay: Literal["polynomial", "cosine", "step", "constant"] = _field("polynomial", "shape after warm-up")
@@ -112,6 +125,7 @@ class Augment:
     max_aspect: float = _field(4 / 3, "largest ratio of a resized crop's sides")
     padding: int = _field(4, "border of a padded crop, in pixels (reflected)")
     flip: bool = _field(True, "mirror each picture with a chance of one half")
+    alternate: bool = _field(False, "flip: that chance holds in the first pass; then mirrored and not take turns")
     randaugment: int = _field(0, "RandAugment operations per picture; 0: none")
     magnitude: float = _field(9.0, "strength of RandAugment, 0 to 30")
     mixup: float = _field(0.0, "alpha of mixup between positions 2k and 2k+1; 0: none")
@@ -306,18 +320,26 @@ def _check(recipe: Recipe) -> None:
     for field in ("mean", "std"):
         if len(getattr(recipe.data, field)) != 3:
             raise UserError(f"data.{field} needs three numbers, one a channel, not {getattr(recipe.data, field)}")
+    if recipe.data.eval_views not in (1, 2, 6):
+        raise UserError(f"data.eval_views must be 1, 2 or 6, not {recipe.data.eval_views}")
+    if recipe.augment.alternate and not recipe.augment.flip:
+        raise UserError("augment.alternate says how to mirror, but augment.flip is false; set it true")
+    if recipe.schedule.peak == 0 and (recipe.schedule.bias_peak or recipe.schedule.head_peak):
+        raise UserError("schedule.bias_peak and head_peak share the shape of schedule.peak, which must not be 0 then")
 
 
-_AT_LEAST_ONE = ("data.image_size", "data.lanes", "model.width", "batch.size", "batch.span")
+_AT_LEAST_ONE = ("data.image_size data.lanes model.width batch.size batch.span optimizer.newton_schulz").split()
 _POSITIVE = ("train.epochs", "train.eval_epochs", "data.std", "data.eval_fraction", "schedule.power")
 _SHARES = (
-    "data.eval_fraction data.bad_share data.hold_out optimizer.momentum optimizer.second_moment optimizer.average "
+    "data.eval_fraction data.bad_share data.hold_out optimizer.momentum optimizer.rest_momentum "
+    "optimizer.second_moment optimizer.average "
     "augment.min_area augment.erase augment.label_smoothing train.stats_momentum"
 ).split()
 _AT_LEAST_ZERO = (
     "data.shrink data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust "
     "optimizer.epsilon optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs "
-    "schedule.factor augment.padding augment.randaugment augment.magnitude augment.mixup train.seed "
+    "schedule.bias_peak schedule.head_peak schedule.stem_epochs schedule.factor "
+    "augment.padding augment.randaugment augment.magnitude augment.mixup train.seed "
     "train.bad_updates"
 ).split()
 

@@ -67,6 +67,8 @@ def gather(parts: Tree, like: Tree, bucket_bytes: int) -> Tree:
 def norms(parts: Tree) -> Tree:
     """The norm of every array that these are parts of."""
     leaves, structure = jax.tree.flatten(parts)
+    if not leaves:  # an optimizer may have a rule for a kind of parameters that the model has none of
+        return parts
     squares = [jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))) for x in leaves]
     total = sum_tree(jnp.stack(squares), strategy="torus")
     return jax.tree.unflatten(structure, list(jnp.sqrt(total)))

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podscale import norm, optim, sharded
 from podscale.collectives import sum_tree
-from podscale.data import augment
+from podscale.data import augment, resident
 from podscale.models.functional import Functional, Tree
 from podscale.plan import Plan
-from podscale.pod import ALL_AXES, BATCH_AXES
+from podscale.pod import ALL_AXES, BATCH_AXES, batch_sharding
 from podscale.recipe import Recipe
 
 OPTIMIZER = "optimizer"  # the scope that a profile of the step finds the update by
@@ -69,18 +69,24 @@ def train_call(
 ) -> Any:
     """Compiles to: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state and metrics [S].
 
-    Only the first `count` of the S updates are done; the metrics of the others are zero.
+    Only the first `count` of the S updates are done; the metrics of the others are zero. Where the pictures live on the
+    devices, `images` are picks [S, M, B/M, 4] of a fifth argument: all of them, uint8 [samples, height, width, 3].
     """
     update = partial(_update, net, plan, optimizer, schedule)
 
-    def call(state: State, images: jax.Array, labels: jax.Array, count: jax.Array) -> tuple[State, Metrics]:
+    def call(
+        state: State, images: jax.Array, labels: jax.Array, count: jax.Array, *pictures: jax.Array
+    ) -> tuple[State, Metrics]:
+        def of_step(i: Any) -> jax.Array:
+            return resident.taken(pictures[0], images[i], plan.recipe.data.image_size) if plan.resident else images[i]
+
         if plan.steps_per_call == 1:
-            state, metrics = update(state, images[0], labels[0])
+            state, metrics = update(state, of_step(0), labels[0])
             return state, jax.tree.map(lambda m: m[None], metrics)
 
         def body(i: jax.Array, carry: tuple[State, Metrics]) -> tuple[State, Metrics]:
             state, seen = carry
-            state, metrics = update(state, images[i], labels[i])
+            state, metrics = update(state, of_step(i), labels[i])
             return state, jax.tree.map(lambda all_, m: all_.at[i].set(m), seen, metrics)
 
         nothing = jnp.zeros(plan.steps_per_call, jnp.promote_types(_dtype(state), jnp.float32))
@@ -91,7 +97,7 @@ def train_call(
     mapped = jax.shard_map(
         call,
         mesh=mesh,
-        in_specs=(held, data, data, P()),
+        in_specs=(held, data, data, P(), *[P()] * plan.resident),
         out_specs=(held, P()),
         axis_names=set(ALL_AXES),
         check_vma=False,
@@ -99,10 +105,23 @@ def train_call(
     return jax.jit(mapped, donate_argnums=0)
 
 
+def call_arguments(plan: Plan, mesh: Mesh) -> tuple[Any, ...]:
+    """What a train call takes besides the state, as shapes."""
+    everywhere, cut = NamedSharding(mesh, P()), batch_sharding(mesh, axis=2)
+    size, shape = plan.recipe.data.image_size, plan.batch_shape
+    labels = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=cut)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    if not plan.resident:
+        return jax.ShapeDtypeStruct((*shape, size, size, 3), jnp.uint8, sharding=cut), labels, count
+    picks = jax.ShapeDtypeStruct((*shape, resident.PICK), jnp.int32, sharding=cut)
+    pictures = jax.ShapeDtypeStruct((plan.counts.train, size, size, 3), jnp.uint8, sharding=everywhere)
+    return picks, labels, count, pictures
+
+
 def learner(net: Functional, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The plan's optimizer: of whole arrays, or of a device's own parts of them."""
     norms = sharded.norms if plan.summation == sharded.NAME else optim.whole_norms
-    return net.learner(optim.optimizer(plan.recipe, schedule, norms))
+    return net.learner(optim.optimizer(plan.recipe, schedule, norms, stem=net.stem, head=net.head))
 
 
 def _held(net: Functional, plan: Plan, optimizer: optax.GradientTransformation) -> Any:
@@ -233,7 +252,7 @@ def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
     """
 
     def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> tuple[Tally, jax.Array]:
-        logits = net.evaluate(params, stats, augment.normalize(plan.recipe, images), plan.kernels)
+        logits = _seen(net, plan.recipe, params, stats, images, plan.kernels)
         tally = jax.tree.map(jnp.add, tally, lax.psum(_tally(logits, labels), ALL_AXES))
         return tally, _answers(logits, labels)
 
@@ -247,6 +266,17 @@ def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
         check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=4)
+
+
+def _seen(
+    net: Functional, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array, kernels: str = ""
+) -> jax.Array:
+    """Logits of pictures, averaged over the recipe's views of them."""
+    views = augment.views(images, recipe.data.eval_views)
+    answers = [net.evaluate(params, stats, augment.normalize(recipe, view), kernels) for _, view in views]
+    if len(answers) == 1:
+        return answers[0]
+    return jnp.stack([share * answer for (share, _), answer in zip(views, answers, strict=True)]).sum(0)
 
 
 def empty_tally() -> Tally:
@@ -281,4 +311,4 @@ def _answers(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def predictor(net: Functional, recipe: Recipe) -> Any:
     """Compiles to: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
-    return jax.jit(lambda p, s, images: jax.nn.softmax(net.evaluate(p, s, augment.normalize(recipe, images))))
+    return jax.jit(lambda p, s, images: jax.nn.softmax(_seen(net, recipe, p, s, images)))

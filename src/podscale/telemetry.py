@@ -134,13 +134,13 @@ class Teller:
 
     def begin(self) -> None:
         """The clock starts: the first batch is about to be asked for."""
-        self._began = self._read = time.perf_counter()
-        self._told = self.ledger.parts()
         if speaks():
             self._journal = Journal(self.run.folder, self._start)
             self._trackers = trackers.opened(self.run, self._track)
         self._display = display(self.console, self.plan.steps, self._start)
         self._write("start", self._start, devices=self.plan.pod.size, kind=self.plan.pod.kind)
+        self._told = self.ledger.parts()
+        self._began = self._read = time.perf_counter()
 
     def trained(self, done: range, metrics: Any) -> None:
         """A call was started. Tells of the one before it: reading this one's metrics would wait for it."""
@@ -286,6 +286,7 @@ class Teller:
             "steps": step,
             "accuracy": last.get("accuracy"),
             "accuracy_top5": last.get("accuracy_top5"),
+            "accuracy_s": last.get("run_s"),  # from the first batch to this accuracy; what is saved after it is apart
             "best_accuracy": max((e["accuracy"] for e in self._evals), default=None),
             "compile_s": compile_s,
         }

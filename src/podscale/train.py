@@ -30,6 +30,7 @@ from podscale.job import (
     begun,
     cached,
     compiled_step,
+    fitted,
     input_facts,
     prepare,
     restored,
@@ -115,8 +116,7 @@ def _session(
         options = choice.as_before(options, pod, Run.plan_in(folder))
         with counting(console, "indexing") as progress:
             job = prepare(recipe, pod, options, model, progress)
-        job = cached(job, options)
-        job, beginning = _begun(job, folder)
+        job, beginning = _begun(fitted(cached(job, options)), folder)
         facts, claim = input_facts(job), Claim(folder)
         run = _opened(job, beginning, claim, facts, folder, allow_changed)
     console.print(table("plan", [*job.plan.rows(), *choice.told(job.choice), *_decoding(facts)]))

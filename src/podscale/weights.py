@@ -42,7 +42,7 @@ def of_run(run: Run, which: str = "best", model: nnx.Module | None = None) -> Tr
     model = model or models.build(recipe.model, classes, recipe.data.image_size, recipe.train.seed)
     net, params, stats = functional(model, recipe.model.freeze)
     # The schedule's length has no part in the state's structure, which is all that is wanted here.
-    optimizer = net.learner(optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0)))
+    optimizer = net.learner(optim.optimizer(recipe, optim.schedule(recipe, 1, 1.0), stem=net.stem, head=net.head))
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         step = chosen_step(run, checkpoints, which)
         state = checkpoints.restore(step, steps.initial_state(recipe, params, stats, optimizer))

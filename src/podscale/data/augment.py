@@ -33,6 +33,24 @@ def normalize(recipe: Recipe, images: jax.Array) -> jax.Array:
     return scaled.astype(recipe.model.precision)
 
 
+def views(images: jax.Array, count: int) -> list[tuple[float, jax.Array]]:
+    """Pictures [n, h, w, 3] as evaluation sees them, `count` times, each with its share of the answer.
+
+    Two are a picture and its mirror image. Six are these, which count for half, and both again from one pixel up and to
+    the left and from one pixel down and to the right, where the picture is reflected at its border.
+    """
+    if count == 1:
+        return [(1.0, images)]
+    both = [images, images[:, :, ::-1]]
+    if count == 2:
+        return [(0.5, view) for view in both]
+    height, width = images.shape[1:3]
+    wide = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+    moved = [wide[:, :height, :width], wide[:, 2:, 2:]]
+    moved += [view[:, :, ::-1] for view in moved]
+    return [(1 / 4, view) for view in both] + [(1 / 8, view) for view in moved]
+
+
 def smooth(labels: jax.Array, classes: int, smoothing: float) -> jax.Array:
     """One-hot targets [n, classes] with a share of `smoothing` spread evenly over all classes."""
     return jax.nn.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes

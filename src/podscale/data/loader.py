@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from podscale.data import cropping, randaugment
+from podscale.data import cropping, randaugment, resident
 from podscale.data.bad import UNREADABLE, BadPictures
 from podscale.data.blocks import Blocks, eval_blocks
 from podscale.data.index import Index
@@ -38,6 +38,7 @@ AT_ONCE = 2  # batches in the making
 class Batch:
     """Global arrays: `images` uint8 [..., size, size, 3] and `labels` int32 [...].
 
+    Where the pictures live on the devices, `images` are picks of them, int32 [..., 4] (see `resident`).
     `count` is how much of it is real: steps of a training batch, examples of an evaluation batch, over all processes.
     """
 
@@ -65,7 +66,8 @@ def train_batches(
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     shards = Blocks(sharding, plan.batch_shape, axis=2)
     bad = BadPictures(index, recipe.data.lanes, recipe.data.bad_share)
-    job = _TrainJob(index, recipe, order, left_out, shards, _positions(plan, shards), bad)
+    kind = _PickJob if plan.resident else _TrainJob
+    job = kind(index, recipe, order, left_out, shards, _positions(plan, shards), bad)
     return Batches(ranges, job, threads, depth)
 
 
@@ -201,6 +203,18 @@ class _TrainJob:
         for place, why in bad:
             self.bad.add(int(samples[place]), why)
         return left[sorted(place for place, _ in bad)]
+
+
+class _PickJob(_TrainJob):
+    """The same, for pictures that are on the devices already."""
+
+    def make(self, steps: range, pool: Executor, staging: Staging) -> Batch:
+        samples, passes = self.samples(steps)
+        chosen = np.zeros((len(samples), *self.shards.block, resident.PICK), np.int32)
+        labels = np.zeros(chosen.shape[:-1], np.int32)
+        chosen[:, : len(steps)] = resident.picks(self.recipe, self.index, samples, passes)
+        labels[:, : len(steps)] = self.index.labels[samples]
+        return Batch(self.shards.assemble(chosen), self.shards.assemble(labels), len(steps))
 
 
 @dataclass(frozen=True)

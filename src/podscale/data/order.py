@@ -59,12 +59,13 @@ class Order:
         lane_length = (self.samples - lane + self.lanes - 1) // self.lanes
         lane_pass, place = np.divmod(step * per_lane + position % per_lane, lane_length)
         sample = np.empty_like(place)
-        streams, which = np.unique(np.stack([lane.ravel(), lane_pass.ravel()]), axis=1, return_inverse=True)
+        streams, which = np.unique((lane_pass * self.lanes + lane).ravel(), return_inverse=True)
         by_stream = np.argsort(which.ravel(), kind="stable")
-        counts = np.bincount(which.ravel(), minlength=streams.shape[1])
+        counts = np.bincount(which.ravel(), minlength=len(streams))
         places, flat = place.ravel(), sample.reshape(-1)
-        for (of_lane, of_pass), chosen in zip(streams.T, np.split(by_stream, np.cumsum(counts)[:-1]), strict=True):
-            flat[chosen] = of_lane + self.lanes * self._permutation(int(of_lane), int(of_pass))[places[chosen]]
+        for stream, chosen in zip(streams.tolist(), np.split(by_stream, np.cumsum(counts)[:-1]), strict=True):
+            of_pass, of_lane = divmod(stream, self.lanes)
+            flat[chosen] = of_lane + self.lanes * self._permutation(of_lane, of_pass)[places[chosen]]
         return sample, lane_pass
 
 
@@ -127,9 +128,19 @@ def crop_boxes(
         boxes = eval_boxes(fraction, sizes)
     if augment.crop == "padded":
         boxes += _shifts(augment.padding, seed, passes, samples, boxes, image_size)
+    return boxes, _mirrored(augment, seed, passes, samples)
+
+
+def _mirrored(augment: recipe.Augment, seed: int, passes: NDArray, samples: NDArray) -> NDArray[np.bool_]:
+    """Whether to mirror each picture in its pass: as drawn for it, or by turns after the first pass's draw.
+
+    Two passes that take turns show a picture from both sides for certain, where draws do so half of the time.
+    """
     if not augment.flip:
-        return boxes, np.zeros(len(boxes), bool)
-    return boxes, words(seed, Stream.FLIP, passes, samples)[:, 0] >> np.uint32(31) == 1
+        return np.zeros(len(samples), bool)
+    drawn_in = np.zeros_like(passes) if augment.alternate else passes
+    drawn: NDArray[np.bool_] = words(seed, Stream.FLIP, drawn_in, samples)[:, 0] >> np.uint32(31) == 1
+    return drawn ^ (passes % 2 == 1) if augment.alternate else drawn
 
 
 def eval_boxes(fraction: float, sizes: NDArray[np.int32]) -> NDArray[np.float64]:

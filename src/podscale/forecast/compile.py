@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podscale import models, optim, sharded
-from podscale import pod as pods
 from podscale import step as steps
 from podscale.errors import UserError
 from podscale.forecast import described
@@ -99,17 +98,14 @@ def _lowered(plan: Plan) -> Any:
     schedule = optim.schedule(recipe, plan.steps, plan.steps_per_epoch)
     optimizer = steps.learner(net, plan, schedule)
     mesh = plan.pod.mesh(plan.tile)
-    everywhere, cut = NamedSharding(mesh, PartitionSpec()), pods.batch_sharding(mesh, axis=2)
+    everywhere = NamedSharding(mesh, PartitionSpec())
     state = jax.eval_shape(lambda p, s: steps.initial_state(recipe, p, s, optimizer), params, stats)
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), state)
     if plan.summation == sharded.NAME:
         cutter = sharded.Cutter(mesh, optimizer, params)
         state = state._replace(optimizer=cutter.like_parts(state.optimizer))
-    size, shape = recipe.data.image_size, plan.batch_shape
-    images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=cut)
-    labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=cut)
-    count = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere)
-    return steps.train_call(net, plan, optimizer, schedule, mesh).lower(state, images, labels, count)
+    batch = steps.call_arguments(plan, mesh)
+    return steps.train_call(net, plan, optimizer, schedule, mesh).lower(state, *batch)
 
 
 # --- reading the program -------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A builder takes the recipe's model section, the number of classes, the side of the pictures and the random keys, and
 returns a module that maps pictures [images, height, width, 3] to logits [images, classes]. A module that normalizes
-over the batch uses `podscale.norm.BatchNorm`, so that its groups follow the recipe on every pod.
+over the batch uses `podscale.norm.BatchNorm`, so that its groups follow the recipe on every pod. One that has a method
+`fit` is shown some training pictures before training begins, normalized, float32 [images, height, width, 3].
 """
 
 import functools
@@ -13,11 +14,12 @@ from flax import nnx
 
 from podscale import recipe
 from podscale.errors import UserError, nearest
-from podscale.models import resnet
+from podscale.models import cifarnet, resnet
 
 Builder = Callable[[recipe.Model, int, int, nnx.Rngs], nnx.Module]
 
 _builders: dict[str, Builder] = {name: functools.partial(resnet.build, name) for name in resnet.DEPTHS}
+_builders["cifarnet"] = cifarnet.build
 
 
 def names() -> list[str]:

@@ -31,6 +31,7 @@ class Functional:
     _stats: Any
     head: str = ""  # where the layer stands that the number of classes shapes; empty if that is not known
     freeze: tuple[str, ...] = ()
+    stem: str = ""  # where the first layer stands; empty if that is not known
 
     def train(
         self, params: Tree, stats: Tree, images: jax.Array, groups: Groups, kernels: str = ""
@@ -109,7 +110,8 @@ def functional(model: nnx.Module, freeze: tuple[str, ...] = ()) -> tuple[Functio
         kinds = ", ".join(sorted({type(v).__name__ for _, v in nnx.to_flat_state(rest)}))
         raise UserError(f"the model keeps state other than parameters and batch-norm statistics ({kinds})")
     shapes, stats_shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (params, stats))
-    net, numbers = Functional(graph, shapes, stats_shapes, _head(model), freeze), nnx.to_pure_dict(params)
+    net = Functional(graph, shapes, stats_shapes, _head(model), freeze, _stem(model))
+    numbers = nnx.to_pure_dict(params)
     _check_freeze(net, [dotted(path) for path in flatten_dict(numbers)])
     return net, numbers, nnx.to_pure_dict(stats)
 
@@ -138,6 +140,14 @@ def _head(model: nnx.Module) -> str:
         return "head"
     layers = getattr(model, "layers", None)
     return f"layers.{len(layers) - 1}" if isinstance(layers, nnx.List | list) and layers else ""
+
+
+def _stem(model: nnx.Module) -> str:
+    """By what a model calls `stem`, or the first of its `layers`."""
+    if isinstance(getattr(model, "stem", None), nnx.Module):
+        return "stem"
+    layers = getattr(model, "layers", None)
+    return "layers.0" if isinstance(layers, nnx.List | list) and layers else ""
 
 
 def _check_freeze(net: Functional, names: list[str]) -> None:

@@ -28,7 +28,8 @@ def param_dtype(precision: str) -> Any:
     return jnp.float64 if precision == "float64" else jnp.float32
 
 
-def _draw(shape: tuple[int, ...], std: float, precision: str, rngs: nnx.Rngs) -> nnx.Param:
+def draw(shape: tuple[int, ...], std: float, precision: str, rngs: nnx.Rngs) -> nnx.Param:
+    """A parameter of normal numbers."""
     # Drawn in float32 always: the float64 network that checks another starts from the very same numbers.
     chunks = -(-math.prod(shape) // _CHUNK)
     return nnx.Param(_scaled(_normals(rngs.params(), chunks), shape, std).astype(param_dtype(precision)))
@@ -60,7 +61,7 @@ class Conv(nnx.Module):
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, *, precision: str, rngs: nnx.Rngs):
         self.stride = stride
         he_fan_out = math.sqrt(2 / (size * size * outputs))
-        self.kernel = _draw((size, size, inputs, outputs), he_fan_out, precision, rngs)
+        self.kernel = draw((size, size, inputs, outputs), he_fan_out, precision, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         margin = self.kernel.shape[0] // 2
@@ -175,7 +176,7 @@ class Head(nnx.Module):
     """The mean over the map, then one dense layer; both in the parameters' dtype, whatever the computation's."""
 
     def __init__(self, inputs: int, classes: int, *, precision: str, rngs: nnx.Rngs):
-        self.kernel = _draw((inputs, classes), 0.01, precision, rngs)
+        self.kernel = draw((inputs, classes), 0.01, precision, rngs)
         self.bias = nnx.Param(jnp.zeros(classes, param_dtype(precision)))
 
     def __call__(self, x: jax.Array) -> jax.Array:

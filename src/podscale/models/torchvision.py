@@ -127,6 +127,7 @@ def _conv(name: str, conv: Conv) -> Iterator[tuple[str, _Place]]:
 
 
 def _norm(name: str, norm: BatchNorm) -> Iterator[tuple[str, _Place]]:
+    assert norm.scale is not None  # in a ResNet
     yield f"{name}.weight", _Place(norm.scale, (0,))
     yield f"{name}.bias", _Place(norm.bias, (0,))
     yield f"{name}.running_mean", _Place(norm.mean, (0,))
