@@ -64,7 +64,7 @@ class BatchNorm(nnx.Module):
         self.use_running_average = True
 
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
-        scale = jnp.ones_like(self.bias[...]) if self.scale is None else self.scale[...]
+        scale = self._scale()
         if self.use_running_average if use_running_average is None else use_running_average:
             return _affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), scale, self.bias[...])
         if hasattr(self, "moments"):
@@ -85,8 +85,11 @@ class BatchNorm(nnx.Module):
             mean, mean_square = over_tile(sums, self.groups) / (rows * _devices(self.groups))
             var = jnp.maximum(mean_square - mean * mean, 0)
             self.moments = Moments(jnp.stack([mean, var]).mean(axis=1))
-        factor = self.scale[...] * lax.rsqrt(var + self.epsilon)
+        factor = self._scale() * lax.rsqrt(var + self.epsilon)
         return factor, self.bias[...] - mean * factor
+
+    def _scale(self) -> jax.Array:
+        return jnp.ones_like(self.bias[...]) if self.scale is None else self.scale[...]
 
 
 def running_update(stats: Any, moments: Any, momentum: float) -> Any:

@@ -1,6 +1,6 @@
 """A training that is disturbed for half an hour by all that must not change its result, beside one that is not.
 
-Every 60 to 120 seconds a fault is drawn: SIGTERM, kill -9, SIGSTOP for a while, a flipped bit in the newest checkpoint,
+Every 60 to 120 seconds comes a fault: SIGTERM, kill -9, SIGSTOP for a while, a flipped bit in the newest checkpoint,
 a full disk. The same command is started again each time. In the end parameters, statistics, optimizer and every loss
 must be those of a run that nothing happened to. Prints one line a fault, then a table, and exits with 1 if anything is
 different. The seed of the faults is printed; programs are compiled once and kept. As root, the run lies on a disk of
@@ -137,7 +137,7 @@ def small_disk(place: Path) -> Iterator[Path | None]:
 def soak(training: Training, whole: Training, seconds: float, seed: int, disk: Path | None) -> tuple[list[Fault], int]:
     """Faults for so many seconds, over as many trainings as that takes; each of them must end as `whole` did."""
     draw, faults, began = random.Random(seed), list[Fault](), time.monotonic()
-    kinds = ["sigterm", "kill", "stop", "damage", *(["fill"] if disk else [])]
+    kinds, bag = ["sigterm", "kill", "stop", "damage", *(["fill"] if disk else [])], list[str]()
     for number in itertools.count():
         one = replace(training, folder=training.folder.with_name(f"soak{number}"))
         running = Soak(one, disk, draw)
@@ -145,7 +145,8 @@ def soak(training: Training, whole: Training, seconds: float, seed: int, disk: P
             _wait(running.process, min(draw.uniform(*BETWEEN_S), began + seconds - time.monotonic()))
             if time.monotonic() - began >= seconds:
                 break
-            fault = running.disturb(draw.choice(kinds))
+            bag = bag or draw.sample(kinds, len(kinds))  # each comes once before any comes again
+            fault = running.disturb(bag.pop())
             if fault is None:
                 break
             faults.append(fault)
