@@ -174,7 +174,7 @@ def trained(net, params, stats, images, groups, kernels):
         moments = nnx.to_pure_dict(nnx.pop(model, Moments))
         return (logits * jnp.cos(jnp.arange(logits.size).reshape(logits.shape))).sum(), moments
 
-    return jax.value_and_grad(loss_of, has_aux=True)(params)
+    return jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
 
 
 @pytest.mark.parametrize(("block", "stem"), [(BasicBlock, "small"), (BottleneckBlock, "space_to_depth")])

@@ -82,9 +82,9 @@ def test_tensorboard_reads_the_same_curve(undisturbed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, _ = undisturbed
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     expected = [(m["step"], m["loss"]) for m in Run.load(folder).metrics() if m["event"] == "train"]
-    found = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("train/loss")]
+    found = [(e.step, e.value) for e in events.Scalars("train/loss")]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
