@@ -4,7 +4,7 @@ Every 1x1 convolution of a ResNet-50 with what stands before and after it, forwa
 error and the twin's, both against the same layer computed in float32 (as shares of the largest value), and both
 times, medians of repeated calls in one run. Needs a GPU.
 
-    python benchmarks/kernels.py [--images 256] [--size 224] [--span 64] [--repeats 20] [--check-images 8]
+    python benchmarks/kernels.py [--images 256] [--size 224] [--span 64] [--repeats 20] [--check-images 64]
 """
 
 import argparse

@@ -64,16 +64,8 @@ def _layer(
     return _forward(shape, x, x_factor, affine, rest, rest_factor, rest_affine, kernel)[0]
 
 
-def _forward(
-    shape: Shape,
-    x: Array,
-    x_factor: Array | None,
-    affine: Affine,
-    rest: Array | None,
-    rest_factor: Array | None,
-    rest_affine: Affine,
-    kernel: Array,
-) -> Any:
+def _forward(shape: Shape, *inputs: Any) -> Any:
+    x, _, affine, rest, _, rest_affine, kernel = inputs
     way = pointwise if _by_kernels(shape, x, kernel) else plain
     y, z, sums = way.forward(shape, x, affine, rest, rest_affine, kernel)
     saved = x if affine else None, y, rest if rest_affine else None, z, affine, rest_affine, kernel
