@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from podscale import models, optim, peers, sharded, weights
@@ -117,10 +117,9 @@ def begun(job: Job) -> tuple[Job, Beginning]:
 def _placed(job: Job) -> Job:
     """The job with its state on the devices: the same on all of them, or the optimizer's in parts."""
     state = jax.tree.map(np.asarray, job.state)
-    everywhere = NamedSharding(job.mesh, PartitionSpec())
     if job.plan.summation != sharded.NAME:
-        return job._replace(state=jax.device_put(state, everywhere))
-    rest = jax.device_put(state._replace(optimizer=()), everywhere)
+        return job._replace(state=pods.replicated(state, job.mesh))
+    rest = pods.replicated(state._replace(optimizer=()), job.mesh)
     return job._replace(state=rest._replace(optimizer=_cutter(job).parts(state.optimizer)))
 
 
@@ -281,4 +280,4 @@ class Evaluator:
         return loader.eval_batches(job.data.val, job.recipe, self._sharding, job.plan.eval_images)
 
     def _empty(self) -> steps.Tally:
-        return jax.device_put(steps.empty_tally(), NamedSharding(self._job.mesh, PartitionSpec()))
+        return pods.replicated(steps.empty_tally(), self._job.mesh)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podscale.collectives import buckets, gathered, scattered, sum_tree
-from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
+from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, replicated
 
 NAME = "sharded"
 OWNERS = (CORE, *ROW, *COLUMN)  # in the order of the parts that `scattered` leaves with the devices
@@ -103,14 +103,14 @@ class Cutter:
     """Brings an optimizer's state from its ordinary form, which checkpoints hold, to parts on a mesh, and back."""
 
     def __init__(self, mesh: Mesh, optimizer: optax.GradientTransformation, params: Tree) -> None:
-        self._devices = mesh.size
+        self._mesh, self._devices = mesh, mesh.size
         self._everywhere, self._spread = NamedSharding(mesh, P()), NamedSharding(mesh, P(OWNERS))
         self._ordinary = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
         self._is_cut = jax.tree.leaves(cut_leaves(optimizer, params))
 
     def parts(self, state: Tree) -> Tree:
         """From arrays on the host."""
-        return self._each(state, self._part, lambda x, _: jax.device_put(np.asarray(x), self._everywhere))
+        return self._each(state, self._part, lambda x, _: replicated(x, self._mesh))
 
     def _part(self, x: Any, _: Any) -> jax.Array:
         flat = np.pad(np.ravel(x), (0, -np.size(x) % self._devices))
