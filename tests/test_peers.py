@@ -44,7 +44,7 @@ found["all wait for the last"] = len(met) == 3 and min(met) >= 1.5
 time.sleep(2)
 found["all is well"] = zero.end() is None
 two.part()
-one.complain()
+one.complain('the sum failed')
 time.sleep(6)  # longer than the silence of one that is gone
 found["who has left is not missed"] = zero.end() is None and not told
 one._over.set()  # silent, as a dead one is
@@ -78,3 +78,4 @@ def test_who_leaves_is_not_missed_and_who_falls_silent_is():
     }
     assert why.startswith("process 1 on ")
     assert "is gone: no sign of life for" in why
+    assert why.endswith("(process 1: the sum failed)")

@@ -25,10 +25,12 @@ GONE = 69  # what sysexits.h calls unavailable: another process is gone; the run
 ALIVE, TROUBLE, END = "podscale/alive", "podscale/trouble", "podscale/end"
 BEAT_S = 1.0  # between two signs of life, or a tenth of the heartbeat
 PATIENCE = 0.7  # of the heartbeat: then we say who is gone, before JAX's runtime aborts without saying it
-SILENT_BEATS = 4  # beats missed by a process that is gone, where others already have trouble
-VERDICT_BEATS = 8  # beats in which the first process finds out who is gone
+SILENT_BEATS = 4  # beats missed by a process that is gone, where others already have trouble,
+SILENT_SHARE = 1 / 15  # or this share of a long heartbeat: there, signs of life may come late
+VERDICT_SILENCES = 2  # silences in which the first process finds out who is gone
 FAREWELL_BEATS = 3  # for which the first process stays, so that all can read how it ended
 MEETING_S = 3600.0  # for which a process waits for the others to come to the same point
+LONGEST_WORDS = 300  # characters of an error that the others are told of
 LEFT = "left"
 
 NotThereError = jax.errors.JaxRuntimeError  # of a key, or of the process that keeps the keys
@@ -48,6 +50,7 @@ class Peers:
         self._store, self._process, self._heartbeat_s = store, process, heartbeat_s
         self._meetings = 0
         self.beat_s = min(BEAT_S, heartbeat_s / 10)
+        self._silence_s = max(SILENT_BEATS * self.beat_s, SILENT_SHARE * heartbeat_s)
         self._heard = {number: ("", time.monotonic()) for number in range(processes)}
         self._over, self._busy_ending = threading.Event(), False
         self._thread = threading.Thread(target=self._live, name="podscale-peers", daemon=True)
@@ -66,16 +69,16 @@ class Peers:
             self._store.key_value_set(END, json.dumps((code, why)))
         return self.end() or End(code, why)
 
-    def complain(self) -> None:
+    def complain(self, why: str) -> None:
         """A sum has failed: someone may be gone, and the first process shall look at once."""
         with suppress(NotThereError):
-            self._store.key_value_set(f"{TROUBLE}/{self._process}", "", allow_overwrite=True)
+            self._store.key_value_set(f"{TROUBLE}/{self._process}", why, allow_overwrite=True)
 
-    def verdict(self) -> End | None:
+    def verdict(self, why: str) -> End | None:
         """After a complaint: what it comes to, if the first process finds anyone missing."""
         self._busy_ending = True
-        self.complain()
-        for _ in range(VERDICT_BEATS):
+        self.complain(why)
+        for _ in range(round(VERDICT_SILENCES * self._silence_s / self.beat_s)):
             if found := self.end():
                 return found
             time.sleep(self.beat_s)
@@ -122,13 +125,14 @@ class Peers:
             number = int(key.rpartition("/")[2])
             if sign == LEFT or sign != self._heard[number][0]:
                 self._heard[number] = (sign, now)
-        limit = PATIENCE * self._heartbeat_s
-        if self._store.key_value_dir_get(TROUBLE):
-            limit = min(limit, SILENT_BEATS * self.beat_s)
+        limit, told = PATIENCE * self._heartbeat_s, ""
+        for key, why in self._store.key_value_dir_get(TROUBLE):
+            limit, told = min(limit, self._silence_s), f" (process {key.rpartition('/')[2]}: {why})"
         gone = {number: sign for number, (sign, at) in self._heard.items() if now - at > limit}
         if gone:
             named = " and ".join(f"process {number} on {sign.partition(' ')[2]}" for number, sign in gone.items())
-            self.call_end(GONE, f"{named} {'is' if len(gone) == 1 else 'are'} gone: no sign of life for {limit:.0f} s")
+            verb = "is" if len(gone) == 1 else "are"
+            self.call_end(GONE, f"{named} {verb} gone: no sign of life for {limit:.0f} s{told}")
 
     def _leave(self, found: End) -> None:
         self.farewell()
@@ -190,7 +194,7 @@ def together(*alike: type[BaseException]) -> Iterator[None]:
 
 def _fail(peers: Peers, error: BaseException) -> None:
     if isinstance(error, jax.errors.JaxRuntimeError):
-        peers.complain()
+        peers.complain(_first_line(error))
     elif isinstance(error, KeyboardInterrupt):
         peers.call_end(130, "interrupted")
     else:
@@ -200,15 +204,18 @@ def _fail(peers: Peers, error: BaseException) -> None:
 def _end_by(error: BaseException) -> End:
     if isinstance(error, UserError):
         return End(2, str(error))
-    first = (str(error).splitlines() or [""])[0]
-    return End(1, f"process {jax.process_index()} failed: {type(error).__name__}: {first}")
+    return End(1, f"process {jax.process_index()} failed: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:LONGEST_WORDS]
 
 
 def settle(error: BaseException) -> End | None:
     """How all end after an error that is none of the user's; None: by this error itself, or alone."""
     if not _peers:
         return None
-    found = _peers.verdict() if isinstance(error, jax.errors.JaxRuntimeError) else None
+    found = _peers.verdict(_first_line(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
     if found is None:
         own = _end_by(error)
         found = _peers.call_end(*own)
