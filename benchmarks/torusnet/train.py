@@ -6,7 +6,7 @@ each of its four paths. What should change is predicted from messages timed on t
 of gradients and of batch-norm moments, and batch norm's own messages, over tiles that have four times as many devices.
 Needs root.
 
-    python benchmarks/torusnet/train.py [--shape 2x4] [--mbit 5] [--delay-us 2000] [--width 16] [--steps 5]
+    python benchmarks/torusnet/train.py [--shape 4x4] [--mbit 5] [--delay-us 2000] [--width 24] [--steps 6]
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 from network import Torus, Wires, idle_share
 
 IMAGES = 16  # on a host: a batch-norm tile of 2x2 hosts has 64
-VARIANTS = {"xla": 1, "torus4": 4}  # devices of a process
+CORES = {"xla": 1, "torus": 1, "torus4": 4}  # devices of a process
 PROBE = """
 import json, math, sys
 from podscale import norm, plan, pod
@@ -37,34 +37,40 @@ recipe = recipes.override(recipes.load("digits"), {"model.name": "resnet18", "mo
 work = work_of(recipe, 10)
 links = probe.measured(here)
 sums = links.summation_s(strategy, 4 * work.parameters) + links.summation_s(strategy, 8 * work.norm_channels)
-message = 8 * work.norm_channels // work.norms
-one_s, _ = probe.timed(here.mesh((2, 2)), lambda x: norm.over_tile(x, plan.tiled(here, 1)), message)
-print(json.dumps({"sums_s": sums, "norms_s": 2 * work.norms * one_s, "parameters": work.parameters}))
+message, groups = 8 * work.norm_channels // work.norms, plan.tiled(here, 1)
+
+def messages(x):  # in a row, as in training; by itself one would be as late as the last process to begin
+    for _ in range(2 * work.norms):
+        x = norm.over_tile(x, groups) / here.size
+    return x
+
+norms, _ = probe.timed(here.mesh((2, 2)), messages, message)
+print(json.dumps({"sums_s": sums, "norms_s": norms, "parameters": work.parameters}))
 pod.leave()
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", metavar="RxC", default="2x4", help="even numbers")
+    parser.add_argument("--shape", metavar="RxC", default="4x4", help="even numbers")
     parser.add_argument("--mbit", type=float, default=5.0)
     parser.add_argument("--delay-us", type=float, default=2000.0)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--strategies", default=",".join(VARIANTS))
-    parser.add_argument("--minutes", type=float, default=10.0, help="for each part; then it gives up")
+    parser.add_argument("--width", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--strategies", default="xla,torus4")
+    parser.add_argument("--minutes", type=float, default=12.0, help="for each part; then it gives up")
     arguments = parser.parse_args()
     print(f"{idle_share():.0%} of the cores' time is idle before the start", flush=True)
     found: dict[str, dict[str, Any]] = {}
     rows, cols = map(int, arguments.shape.split("x"))
     with Torus(rows, cols, Wires(arguments.mbit, arguments.mbit, arguments.delay_us)) as torus:
         for strategy in arguments.strategies.split(","):
-            predicted = predict(torus, strategy, VARIANTS[strategy], arguments)
+            predicted = predict(torus, strategy, CORES[strategy], arguments)
             print(strategy, json.dumps(predicted), flush=True)
-            found[strategy] = predicted | {"step_s": trained(torus, strategy, VARIANTS[strategy], arguments)}
+            found[strategy] = predicted | trained(torus, strategy, CORES[strategy], arguments)
             print(strategy, json.dumps(found[strategy]), flush=True)
-    if len(found) == len(VARIANTS):
-        tell(found)
+    print(torus.late)
+    tell(found)
 
 
 def predict(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespace) -> dict[str, float]:
@@ -77,8 +83,8 @@ def predict(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespa
     return json.loads(torus.run(command, 60 * arguments.minutes, {"JAX_PLATFORMS": "cpu"})[0].splitlines()[-1])
 
 
-def trained(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespace) -> float:
-    """Seconds of a step, the median of all but the first."""
+def trained(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a step, all but the first: the median, the shortest and the longest."""
     port = 20000 + int(time.time()) % 20000
     images = IMAGES * len(torus.hosts)
     epochs = (arguments.steps - 0.5) * images / 1437
@@ -96,15 +102,21 @@ def trained(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespa
         torus.run(command, 60 * arguments.minutes, {"JAX_PLATFORMS": "cpu"})
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = [images / line["images_per_s"] for line in lines if line["event"] == "train" and line["images_per_s"]]
-    return statistics.median(times[1:])
+    del times[0]
+    return {"step_s": statistics.median(times), "shortest_s": min(times), "longest_s": max(times)}
 
 
 def tell(found: dict[str, dict[str, Any]]) -> None:
-    before, after = (found[name] for name in VARIANTS)
+    """What was predicted and measured, and by how much a step got shorter since the first strategy."""
     talk = {name: one["sums_s"] + one["norms_s"] for name, one in found.items()}
-    fell, predicted = before["step_s"] - after["step_s"], talk["xla"] - talk["torus4"]
-    print(f"a step took {before['step_s']:.2f} s with xla and {after['step_s']:.2f} s with torus4: {fell:.2f} s less")
-    print(f"predicted: {predicted:.2f} s less; measured / predicted {fell / predicted:.2f}")
+    first = next(iter(found))
+    for name, one in found.items():
+        spread = f"{one['shortest_s']:.2f} to {one['longest_s']:.2f}"
+        line = f"{name:8}messages {talk[name]:6.2f} s predicted, step {one['step_s']:6.2f} s ({spread})"
+        if name != first:
+            fell, predicted = found[first]["step_s"] - one["step_s"], talk[first] - talk[name]
+            line += f", {fell:.2f} s less; predicted {predicted:.2f} s less: {fell / predicted:.2f} of it"
+        print(line)
 
 
 if __name__ == "__main__":
