@@ -3,6 +3,7 @@
 import math
 import re
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -273,3 +274,22 @@ def test_mixing_needs_pairs_on_one_device():
 def test_evaluation_takes_no_more_images_than_there_are(val, images):
     assert make(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10)).eval_images == images
     assert make(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10), Options(eval_images=7)).eval_images == 7
+
+
+@pytest.mark.parametrize(
+    ("fused", "capability", "changes", "kernels"),
+    [
+        ("auto", "9.0", {}, "hopper"),
+        ("auto", "9.0", {"model.precision": "float32"}, ""),
+        ("auto", "9.0", {"model.name": "resnet18"}, ""),
+        ("auto", "8.0", {}, ""),
+        ("on", "8.0", {"model.name": "resnet18"}, "plain"),
+        ("on", "9.0", {"model.name": "resnet18"}, "hopper"),
+        ("off", "9.0", {}, ""),
+    ],
+)
+def test_layers_are_fused_where_there_are_kernels_that_gain(fused, capability, changes, kernels):
+    gpu = SimpleNamespace(platform="gpu", compute_capability=capability)
+    where = Pod("gpu", 1, 1, devices=(gpu,))
+    wanted = override(load("resnet50-imagenet-4k"), {"batch.size": 256, "batch.span": 64, "data.lanes": 1} | changes)
+    assert make(wanted, where, Counts(1281167, 50000, 1000), Options(fused=fused)).kernels == kernels

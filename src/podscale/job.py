@@ -175,12 +175,12 @@ def input_facts(job: Job) -> dict[str, Any]:
     }
 
 
-def compiled_step(job: Job, run: Run | None = None) -> Any:
+def compiled_step(job: Job, run: Run | None = None, options: dict[str, Any] | None = None) -> Any:
     """The train call, compiled ahead of its first use, so that its time is booked as what it is."""
     pictures = [resident.placed(job.data.train, job.mesh)] if job.plan.resident else []
     call = steps.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh)
     batch = steps.call_arguments(job.plan, job.mesh)[:3]
-    program = compiled(call.lower(job.state, *batch, *pictures), job.plan, run)
+    program = compiled(call.lower(job.state, *batch, *pictures), job.plan, run, options)
     return _warmed(job, lambda *batch: program(*batch, *pictures), *batch) if pictures else program
 
 
@@ -194,7 +194,7 @@ def _zeros(like: Any) -> Any:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), like)
 
 
-def compiled(lowered: Any, plan: Plan, run: Run | None) -> Any:
+def compiled(lowered: Any, plan: Plan, run: Run | None, options: dict[str, Any] | None = None) -> Any:
     """The program. If the plan is to be deterministic and runs on GPUs, the very one that the run began with.
 
     GPU programs differ from one compilation to the next in the algorithms that happened to be fastest when they were
@@ -202,11 +202,11 @@ def compiled(lowered: Any, plan: Plan, run: Run | None) -> Any:
     order each time are not tried at all.
     """
     if plan.deterministic and jax.default_backend() == "gpu":
-        options = {"xla_gpu_exclude_nondeterministic_ops": True}
+        wanted = {"xla_gpu_exclude_nondeterministic_ops": True} | (options or {})
         with programs_kept_in(run.programs) if run else nullcontext():
-            program = lowered.compile(options)
+            program = lowered.compile(wanted)
     else:
-        program = lowered.compile(steps.compiler_options(plan) or None)
+        program = lowered.compile(steps.compiler_options(plan) | (options or {}) or None)
     peers.meet()  # some compile longer than others
     return program
 

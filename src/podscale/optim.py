@@ -175,6 +175,13 @@ def global_norm(tree: Any, norms: Norms = whole_norms) -> jax.Array:
     return jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms(tree))))
 
 
+def whole_norm(tree: Any) -> jax.Array:
+    """The same of whole arrays. The small ones are joined first, which spares a GPU a hundred tiny kernels."""
+    leaves = jax.tree.leaves(tree)
+    small = [leaf.ravel() for leaf in leaves if leaf.ndim < 2]
+    return global_norm([leaf for leaf in leaves if leaf.ndim > 1] + ([jnp.concatenate(small)] if small else []))
+
+
 def _clipped(most: float, norms: Norms) -> optax.GradientTransformation:
     """Gradients scaled down where their norm, all together, is more than `most` (Pascanu et al. 2012, 1211.5063)."""
 

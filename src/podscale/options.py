@@ -42,8 +42,10 @@ class Options:
     save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")
     timeout_s: float = _field(1800.0, "seconds without progress after which a run counts as stuck and ends; 0: never")
     check_steps: int = _field(100, "updates between comparisons of all devices' parameters; 0: never")
-    fused: bool = _field(
-        False, "ResNets as layers that normalize, rectify and convolve in one go; with GPU kernels there"
+    fused: Literal["auto", "on", "off"] = _field(
+        "auto",
+        "ResNets as layers that normalize, rectify and convolve in one go; "
+        "auto: those with 1x1 convolutions in bfloat16, on GPUs that have kernels for it (Hopper)",
     )
     deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
     keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")

@@ -18,6 +18,7 @@ from podscale.options import Options
 from podscale.pod import CORE, TILE, Pod
 from podscale.recipe import Recipe
 
+HOPPER, BOTTLENECKS = "9.0", ("resnet50", "resnet101", "resnet152")  # what fused layers have kernels for
 BUCKET_MIB = 32  # unless something else is chosen
 BATCHES_IN_FLIGHT = 3  # one in use and two ahead of it
 PICK_BYTES = 16  # sample, left, top, mirrored: what names a crop of a picture that is on the device already
@@ -68,7 +69,7 @@ class Plan:
     keep: int
     timeout_s: float
     check_steps: int
-    kernels: str  # of fused layers: "triton" or "plain"; empty: layers are not fused
+    kernels: str  # of fused layers: "hopper" or "plain"; empty: layers are not fused
     deterministic: bool
     memory: Memory
     resident: bool = False  # the pictures live on the devices; what is loaded says which of them, and where cropped
@@ -281,17 +282,19 @@ def make(
         keep=options.keep,
         timeout_s=options.timeout_s,
         check_steps=options.check_steps,
-        kernels=_kernels(options, pod),
+        kernels=_kernels(recipe, options, pod),
         deterministic=options.deterministic,
         memory=memory,
         resident=resident,
     )
 
 
-def _kernels(options: Options, pod: Pod) -> str:
-    if not options.fused:
+def _kernels(recipe: Recipe, options: Options, pod: Pod) -> str:
+    known = bool(pod.devices) and getattr(pod.devices[0], "compute_capability", "") == HOPPER
+    gains = recipe.model.name in BOTTLENECKS and recipe.model.precision == "bfloat16"
+    if options.fused == "off" or (options.fused == "auto" and not (known and gains)):
         return ""
-    return "triton" if pod.devices and pod.devices[0].platform == "gpu" else "plain"
+    return "hopper" if known else "plain"
 
 
 def _check_options(options: Options) -> None:

@@ -162,7 +162,7 @@ def _update(
         with jax.named_scope(OPTIMIZER):
             updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
             params = net.moved(state.params, updates)
-            grad_norm = optax.tree.norm(grads)
+            grad_norm = optim.whole_norm(grads)
     stats = norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
     average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
     sound = jnp.isfinite(seen["loss"]) & jnp.isfinite(grad_norm)  # the same on every device: both are sums over the pod

@@ -64,10 +64,11 @@ def _layer(
     return _forward(shape, x, x_factor, affine, rest, rest_factor, rest_affine, kernel)[0]
 
 
-def _forward(shape: Shape, *inputs: Any) -> Any:
-    x, _, affine, rest, _, rest_affine, kernel = inputs
-    way = pointwise if _by_kernels(shape, x, kernel) else plain
-    y, z, sums = way.forward(shape, x, affine, rest, rest_affine, kernel)
+def _forward(shape: Shape, *given: Any) -> Any:
+    x, _, affine, rest, _, rest_affine, kernel = given
+    inputs = shape, x, affine, rest, rest_affine, kernel
+    found = pointwise.forward(*inputs) if pointwise.fits(shape, kernel, x.dtype) else None
+    y, z, sums = found or plain.forward(*inputs)
     saved = x if affine else None, y, rest if rest_affine else None, z, affine, rest_affine, kernel
     return (y, z, sums, _ones(shape.groups, z)), (saved, () if rest is None else ((),))
 
@@ -78,11 +79,13 @@ def _backward(shape: Shape, kept: Any, cotangents: Any) -> Any:
     offset, slope = (None, None) if dsums is None else (dsums[0], 2 * dsums[1])
     saved, by_z = (y if x is None else x, y, rest, z), (factor, offset, slope)
     dy = dy if shape.keeps else None
-    if _by_kernels(shape, y, kernel):
-        g, whole, sums = pointwise.backward(shape, saved, affine, kernel, dz, by_z, dy)
+    inputs = shape, saved, affine, kernel, dz, by_z, dy
+    found = pointwise.backward(*inputs) if pointwise.fits(shape, kernel, y.dtype) else None
+    if found:
+        g, whole, sums = found
         (dkernel,) = jax.vjp(lambda kernel: plain.convolved(shape, y, kernel), kernel)[1](whole)
     else:
-        g, dkernel, sums = plain.backward(shape, saved, affine, kernel, dz, by_z, dy)
+        g, dkernel, sums = plain.backward(*inputs)
     if not affine:
         return g, None, (), None, None, (), dkernel
     by_affine = (sums[1], sums[0])
@@ -95,10 +98,6 @@ _layer.defvjp(_forward, _backward)
 
 def _ones(groups: int, z: Array) -> Array:
     return jnp.ones((groups, z.shape[-1]), jnp.promote_types(z.dtype, jnp.float32))
-
-
-def _by_kernels(shape: Shape, x: Array, kernel: Array) -> bool:
-    return shape.kernels != "plain" and x.dtype == jnp.bfloat16 and pointwise.fits(shape, x.shape, kernel.shape)
 
 
 # --- where something else than these layers comes before or after ------------------------------------------------
@@ -116,7 +115,7 @@ def _counted(groups: int, z: Array) -> tuple[Array, Array, Array]:
 
 def _counted_backward(groups: int, z: Array, cotangents: Any) -> tuple[Array]:
     dz, dsums, factor = cotangents
-    return (plain.settled(Shape(groups), dz, z, (factor, dsums[0], 2 * dsums[1])),)
+    return (plain.settled(dz, z, (factor, dsums[0], 2 * dsums[1])),)
 
 
 _counted.defvjp(lambda groups, z: (_counted(groups, z), z), _counted_backward)
@@ -138,7 +137,7 @@ def _activation(
     rest_factor: Array | None,
     rest_affine: Affine,
 ) -> Array:
-    return plain.rectified(Shape(groups), x, affine, rest, rest_affine)
+    return plain.rectified(x, affine, rest, rest_affine)
 
 
 def _activation_forward(groups: int, *inputs: Any) -> Any:
@@ -148,7 +147,7 @@ def _activation_forward(groups: int, *inputs: Any) -> Any:
 def _activation_backward(groups: int, inputs: Any, dy: Array) -> Any:
     x, _, affine, rest, _, rest_affine = inputs
     shape = Shape(groups)
-    y = plain.rectified(shape, x, affine, rest, rest_affine)  # once more, which is cheaper than to keep it
+    y = plain.rectified(x, affine, rest, rest_affine)  # once more, which is cheaper than to keep it
     g, sums = plain.masked(shape, dy, x, y, rest if rest_affine else None)
     by_rest = (g, rest_affine[0], (sums[2], sums[0])) if rest_affine else (None if rest is None else g, None, ())
     return g, affine[0], (sums[1], sums[0]), *by_rest

@@ -1,22 +1,30 @@
-"""The stem's maximum over 3x3 windows at stride 2, with a gradient that gathers instead of scattering.
+"""The stem's end: normalize, rectify and take the maximum over 3x3 windows at stride 2, without the maps in between.
 
-Forward it notes which of its nine places each window took. Backward, a pixel asks the windows that it lies in, at most
-two by two, whether they took it: one pass, in no particular order. Where several places are the largest, the first one
-counts, as in XLA's own gradient.
+Forward, each window notes which of its nine places it took, and what stood there before it was normalized. Backward, a
+pixel asks the windows that it lies in, at most two by two, whether they took it, instead of the windows scattering what
+they have. The sums that batch norm's gradient needs are over windows, a quarter as many as pixels. Where several places
+are the largest, the first one counts, as in XLA's own gradient.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+
+from podscale.kernels import plain
+from podscale.kernels.fused import Affine, Raw
+from podscale.kernels.shape import Shape
 
 Array = jax.Array
 
 
-def plain(x: Array) -> Array:
-    """The twin."""
-    return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+def twin(x: Array, affine: Affine) -> Array:
+    """The same, step by step."""
+    y = plain.rectified(x, affine, None, ())
+    return nnx.max_pool(y, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
 
 def fits(x: Array) -> bool:
@@ -24,25 +32,51 @@ def fits(x: Array) -> bool:
     return x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0
 
 
-@jax.custom_vjp
-def max_pool(x: Array) -> Array:
+def pooled(groups: int, x: Raw, affine: Affine) -> Array:
     """[images, height, width, channels] to half the height and half the width, both even."""
-    return _forward(x)[0]
+    return _pooled(groups, x.values, x.factor, affine)
 
 
-def _forward(x: Array) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pooled(groups: int, x: Array, x_factor: Array, affine: Affine) -> Array:
+    return _forward(groups, x, x_factor, affine)[0]
+
+
+def _forward(groups: int, x: Array, x_factor: Array, affine: Affine) -> Any:
     rows, columns = x.shape[1] // 2, x.shape[2] // 2
-    edged = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
-    most, place = edged[:, 0 : 2 * rows : 2, 0 : 2 * columns : 2], jnp.zeros((), jnp.uint8)
-    for k in range(1, 9):
+    edged = jnp.pad(x, ((0, 0), (1, 0), (1, 0), (0, 0)))
+    inner_row, inner_column = (jnp.arange(n) > 0 for n in (rows, columns))
+    most: Any = None
+    for k in range(9):
         down, right = divmod(k, 3)
-        here = edged[:, down : down + 2 * rows : 2, right : right + 2 * columns : 2]
-        place = jnp.where(here > most, jnp.uint8(k), place)
-        most = jnp.maximum(here, most)
-    return most, place
+        raw = edged[:, down : down + 2 * rows : 2, right : right + 2 * columns : 2]
+        here = plain.rectified(raw, affine, None, ())
+        # Beside the picture there is 0, which is never more than what is in it, and takes no part in the gradient.
+        if down == 0:
+            here = jnp.where(inner_row[:, None, None], here, 0)
+        if right == 0:
+            here = jnp.where(inner_column[:, None], here, 0)
+        if k == 0:
+            most, place, taken = here, jnp.zeros((), jnp.uint8), raw
+        else:
+            more = here > most
+            most, place, taken = (
+                jnp.maximum(here, most),
+                jnp.where(more, jnp.uint8(k), place),
+                jnp.where(more, raw, taken),
+            )
+    # All three now, or XLA keeps eight maps of what was more than what until the gradient asks for the place.
+    most, place, taken = lax.optimization_barrier((most, place, taken))
+    return most, (most, place, taken, affine)
 
 
-def _backward(place: Array, dy: Array) -> tuple[Array]:
+def _backward(groups: int, saved: Any, dy: Array) -> Any:
+    most, place, taken, affine = saved
+    g, sums = plain.masked(Shape(groups), dy, taken, most, None)
+    return _unpooled(g, place), affine[0], (sums[1], sums[0])
+
+
+def _unpooled(dy: Array, place: Array) -> Array:
     images, rows, columns, channels = dy.shape
     half = jnp.arange(2, dtype=jnp.uint8)
     odd_row, odd_column = half[:, None, None, None], half[:, None]  # of a pixel: [2, 1, 2, 1]
@@ -55,7 +89,7 @@ def _backward(place: Array, dy: Array) -> tuple[Array]:
             column = (1 + odd_column) if right == 0 else jnp.where(odd_column == 1, 0, 9).astype(jnp.uint8)
             mine = (taken == 3 * row + column) & (row < 3) & (column < 3)
             total = total + jnp.where(mine, window, 0)
-    return (total.reshape(images, 2 * rows, 2 * columns, channels),)
+    return total.reshape(images, 2 * rows, 2 * columns, channels)
 
 
 def _shifted(x: Array, down: int, right: int) -> Array:
@@ -64,4 +98,4 @@ def _shifted(x: Array, down: int, right: int) -> Array:
     return x[:, down:, right:][:, :, None, :, None]
 
 
-max_pool.defvjp(_forward, _backward)
+_pooled.defvjp(_forward, _backward)

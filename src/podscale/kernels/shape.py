@@ -12,4 +12,4 @@ class Shape:
     padding: int = 0
     counts: bool = True  # whether sums of the output are wanted, for the batch norm after it
     keeps: bool = False  # whether the rectified input is wanted too, for a shortcut
-    kernels: str = "plain"  # or "triton", or "interpret": the same kernels, slowly, on any machine
+    kernels: str = "plain"  # or "hopper", or "interpret": the same kernels, slowly, on any machine

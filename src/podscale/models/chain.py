@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from podscale.kernels import fused, pool
 from podscale.kernels.fused import Affine, Raw
 from podscale.kernels.shape import Shape
-from podscale.models.resnet import BottleneckBlock, Conv, ResNet, Stem
+from podscale.models.resnet import BottleneckBlock, Conv, ResNet, Stem, max_pool
 from podscale.norm import BatchNorm
 
 
@@ -44,10 +44,11 @@ class Chain:
 
     def stem(self, stem: Stem, images: jax.Array) -> jax.Array:
         raw = fused.raw(self.groups, stem.conv(images), counts=not stem.norm.use_running_average)
-        x = fused.activation(self.groups, raw, self.normalized(stem.norm, raw))
-        if stem.small:
-            return x
-        return pool.max_pool(x) if pool.fits(x) else pool.plain(x)
+        affine = self.normalized(stem.norm, raw)
+        if not stem.small and pool.fits(raw.values):
+            return pool.pooled(self.groups, raw, affine)
+        x = fused.activation(self.groups, raw, affine)
+        return x if stem.small else max_pool(x)
 
     def block(self, block: Any, pending: Pending) -> Pending:
         convs = [(block.conv1, block.norm1), (block.conv2, block.norm2)]
