@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podscale.kernels import fused, pointwise
+from podscale.kernels import fused
+from podscale.kernels.cut import cut
 from podscale.kernels.fused import Raw
 from podscale.kernels.shape import Shape
 
@@ -44,16 +45,17 @@ def main() -> None:
 
 def measured(arguments: argparse.Namespace, name: str, side: int, inputs: int, outputs: int, shortcut: bool) -> None:
     span = arguments.span or arguments.images
-    if not pointwise.fits(Shape(1), (span, side, side, inputs), (1, 1, inputs, outputs)):
+    rows, groups = arguments.images * side * side, arguments.images // span
+    if not cut(rows, groups, inputs, outputs, 1 + shortcut, 0, 2, computed=True):
         print(f"{name:34} is left to the twin")
         return
     small = drawn(max(arguments.check_images, span), side, inputs, outputs, span, shortcut)
     exact = both_ways("plain", *jax.tree.map(lambda v: v.astype(jnp.float32), small))
-    errors = [worst(both_ways(kernels, *small), exact) for kernels in ("triton", "plain")]
+    errors = [worst(both_ways(kernels, *small), exact) for kernels in ("hopper", "plain")]
     large = drawn(arguments.images, side, inputs, outputs, span, shortcut)
     times = []
     for function in (forward, both_ways):
-        for kernels in ("triton", "plain"):
+        for kernels in ("hopper", "plain"):
             times.append(1e6 * timed(jax.jit(partial(function, kernels)), large, arguments.repeats))
     one, twin, both, both_twin = times
     words = f"{name:34}{errors[0]:9.4f}{errors[1]:9.4f}{one:12.0f}{twin:7.0f}{twin / one:7.2f}"

@@ -4,7 +4,7 @@ The step is compiled for one described H200, without one (JAX's CUDA plugin and 
 modules, as a chain of plain twins, and with the Pallas kernels. Each kernel of the optimized program reads its operands
 and writes its result; that is added up. No time is measured.
 
-    python benchmarks/moved.py [--images 256] [--span 64] [--ways modules,plain,triton]
+    python benchmarks/moved.py [--images 256] [--span 64] [--ways modules,plain,hopper]
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--span", type=int, default=64)
-    parser.add_argument("--ways", default="modules,plain,triton")
+    parser.add_argument("--ways", default="modules,plain,hopper")
     arguments = parser.parse_args()
     changes = {"batch.size": arguments.images, "batch.span": arguments.span, "data.lanes": 1}
     recipe = recipes.override(recipes.load("resnet50-imagenet-4k"), changes)
