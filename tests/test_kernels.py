@@ -154,12 +154,20 @@ def test_what_does_not_fit_is_left_to_the_twin():
     assert cut(1024, 1, 96, 64) is None  # channels that boxes of 64 do not divide
     assert cut(1024, 1, 64, 32) is None
     assert cut(1024, 1, 2048, 512) is None  # more than shared memory holds
-    kernel = jnp.zeros((1, 1, 64, 64))
-    assert pointwise.fits(Shape(1, kernels="hopper"), kernel, jnp.bfloat16)
-    assert not pointwise.fits(Shape(1), kernel, jnp.bfloat16)
-    assert not pointwise.fits(Shape(1, kernels="hopper"), kernel, jnp.float32)
-    assert not pointwise.fits(Shape(1, stride=2, kernels="hopper"), kernel, jnp.bfloat16)
-    assert not pointwise.fits(Shape(1, padding=1, kernels="hopper"), jnp.zeros((3, 3, 64, 64)), jnp.bfloat16)
+
+
+def test_kernels_are_for_large_products_in_bfloat16():
+    def fits(images=64, dtype=jnp.bfloat16, size=1, **shape):
+        x, kernel = jax.ShapeDtypeStruct((images, 56, 56, 64), dtype), jax.ShapeDtypeStruct((size, size, 64, 64), dtype)
+        return pointwise.fits(Shape(1, **{"kernels": "hopper"} | shape), x, kernel)
+
+    assert fits()
+    assert not fits(kernels="plain")
+    assert not fits(dtype=jnp.float32)
+    assert not fits(stride=2)
+    assert not fits(size=3, padding=1)
+    assert not fits(images=5)  # fewer tiles than a GPU has multiprocessors
+    assert fits(images=5, kernels="interpret")
 
 
 def test_every_cut_fits_shared_memory():

@@ -67,7 +67,7 @@ def _layer(
 def _forward(shape: Shape, *given: Any) -> Any:
     x, _, affine, rest, _, rest_affine, kernel = given
     inputs = shape, x, affine, rest, rest_affine, kernel
-    found = pointwise.forward(*inputs) if pointwise.fits(shape, kernel, x.dtype) else None
+    found = pointwise.forward(*inputs) if pointwise.fits(shape, x, kernel) else None
     y, z, sums = found or plain.forward(*inputs)
     saved = x if affine else None, y, rest if rest_affine else None, z, affine, rest_affine, kernel
     return (y, z, sums, _ones(shape.groups, z)), (saved, () if rest is None else ((),))
@@ -80,7 +80,7 @@ def _backward(shape: Shape, kept: Any, cotangents: Any) -> Any:
     saved, by_z = (y if x is None else x, y, rest, z), (factor, offset, slope)
     dy = dy if shape.keeps else None
     inputs = shape, saved, affine, kernel, dz, by_z, dy
-    found = pointwise.backward(*inputs) if pointwise.fits(shape, kernel, y.dtype) else None
+    found = pointwise.backward(*inputs) if pointwise.fits(shape, y, kernel) else None
     if found:
         g, whole, sums = found
         (dkernel,) = jax.vjp(lambda kernel: plain.convolved(shape, y, kernel), kernel)[1](whole)

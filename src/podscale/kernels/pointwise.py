@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from podscale.kernels import product
-from podscale.kernels.cut import cut
+from podscale.kernels.cut import BLOCKS, ROWS, cut
 from podscale.kernels.shape import Shape
 
 Array = jax.Array
 Several = tuple[Any, ...]
 
 
-def fits(shape: Shape, kernel: Array, dtype: Any) -> bool:
-    """Whether a layer is a matrix product at all."""
+def fits(shape: Shape, x: Array, kernel: Array) -> bool:
+    """Whether a layer is a matrix product at all, and one that keeps the whole of a GPU busy."""
     plain = kernel.shape[:2] == (1, 1) and shape.stride == 1 and shape.padding == 0
-    return plain and shape.kernels != "plain" and dtype == jnp.bfloat16
+    enough = shape.kernels == "interpret" or x.size // x.shape[-1] >= BLOCKS * ROWS
+    return plain and enough and shape.kernels != "plain" and x.dtype == jnp.bfloat16
 
 
 def forward(
