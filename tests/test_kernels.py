@@ -238,7 +238,8 @@ def test_evaluation_by_a_chain_is_the_network():
     images = jnp.asarray(np.random.default_rng(1).normal(size=(4, 32, 32, 3)), jnp.float32)
     model = net.model(params, stats)
     model.eval()
-    close(chain.forward(model, images, "plain"), model(images), 1e-4)
+    chained = jax.jit(lambda images: chain.forward(model, images, "plain"))(images)
+    close(chained, jax.jit(model.__call__)(images), 1e-4)
 
 
 # --- the pool ----------------------------------------------------------------------------------------------------
