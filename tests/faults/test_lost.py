@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -102,16 +103,19 @@ def test_what_one_process_refuses_ends_all_with_its_sentence(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes(4)
 def test_a_stopped_process_is_ended_and_the_run_resumes_by_itself(tmp_path, undisturbed):
-    """Alive, but SIGSTOP: the watchdogs of the others end them, the launcher ends it and starts all again."""
+    """Alive, but SIGSTOP: the watchdogs of the others end them, the launcher ends it and starts all again.
+
+    One of them ends first. The others then find either that they are stuck as well, or that a sum has failed and the
+    stopped process gives no sign of life.
+    """
     more = ["--pod.virtual", "2x2", "--plan.timeout_s", 20, "--plan.save_steps", 5]
     launcher = launched(4, tmp_path, *more, launch=["--restarts", 1])
     until_step(tmp_path, 12, launcher)
     victim = children(launcher)[2]
     os.kill(victim, signal.SIGSTOP)
     out, err = succeeded(launcher)
-    assert "is stuck for" in err
-    assert "waiting for process 2" in err
-    assert f"ended with exit code {STUCK}; starting again (1 of 1)" in err
+    assert ("is stuck for" in err and "waiting for process 2" in err) or "process 2 on" in err
+    assert re.search(rf"ended with exit code ({STUCK}|{GONE}); starting again \(1 of 1\)", err)
     assert "resuming after step " in err
     assert json.loads(out)["steps"] == STEPS
     assert not os.path.exists(f"/proc/{victim}")
@@ -124,7 +128,8 @@ def test_fewer_processes_and_devices_go_on_with_a_run(tmp_path):
     """8 devices in 4 processes, 4 in 2, 2 in one, 1: the same samples and groups, so the same losses to rounding."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     alone(whole, "2x4")
-    for step, processes, virtual in ((6, 4, "2x4"), (13, 2, "2x2"), (20, 1, "1x2")):
+    for processes, virtual in ((4, "2x4"), (2, "2x2"), (1, "1x2")):
+        step = 5 + (len(losses(run)) if run.exists() else 0)
         going = launched(processes, run, "--pod.virtual", virtual)
         until_step(run, step, going)
         going.send_signal(signal.SIGTERM)
