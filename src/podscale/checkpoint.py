@@ -77,6 +77,10 @@ class Checkpoints:
         """Steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of this step is on disk, whole."""
+        return (Path(str(self._manager.directory)) / str(step)).is_dir()
+
     def newest(self) -> int | None:
         """The step of the newest checkpoint."""
         return self._manager.latest_step()
@@ -170,8 +174,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._problem(self._manager.wait_until_finished)  # whoever wants to know calls `wait`
-        self._manager.close()
+        for work in (self._manager.wait_until_finished, self._manager.close):
+            self._problem(work)  # whoever wants to know calls `wait`
 
 
 def _without_readable_notes(folder: Path) -> list[int]:

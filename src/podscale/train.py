@@ -1,9 +1,11 @@
 """The train-and-evaluate loop: recipe + pod -> a trained model in a run folder. Read it from top to bottom."""
 
 import json
+import math
 import sys
+import time
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +52,7 @@ from podscale.until import Until
 from podscale.watchdog import Watchdog
 from podscale.weights import Beginning, file_digest
 
+TRY_AGAIN_S = 2.0  # between attempts to save the last state
 MOST_RETURNS = 3  # to the last checkpoint, after replicas differed
 
 
@@ -252,9 +255,29 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                 with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
                     checkpoints.wait()
                 raise PreemptedError(done.stop)
-    with ledger.measure("checkpoint"), teller.bearing(NotSavedError):
-        checkpoints.wait()
+    with ledger.measure("checkpoint"):
+        _keep_last(partial(checkpoints.save, done.stop, saveable(job, state), accuracy), done.stop, checkpoints, teller)
     return teller.summary(done.stop)
+
+
+def _keep_last(save: Callable[[], None], step: int, checkpoints: Checkpoints, teller: Teller) -> None:
+    """Returns once the state after the last step is on disk. A full disk is waited for, as long as for a stuck run."""
+    limit_s = teller.plan.timeout_s or math.inf
+    began = time.monotonic()
+    while True:
+        with teller.bearing(NotSavedError):
+            checkpoints.wait()
+        verdict = pods.first_ones(2 * checkpoints.holds(step) + (time.monotonic() - began > limit_s))
+        if verdict > 1:
+            return
+        if verdict:
+            raise UserError(
+                f"{teller.run.folder} had no room for the last checkpoint in {limit_s:.0f} s; make room and give the "
+                f"same command again: it goes on after step {checkpoints.newest() or 0}"
+            )
+        time.sleep(TRY_AGAIN_S)
+        with teller.bearing(NotSavedError):
+            save()
 
 
 class _Verb(types.ModuleType):

@@ -1,10 +1,14 @@
 """Faults of what is kept on disk: flipped bits, missing and cut files, no room, two trainings in one folder."""
 
+import itertools
 import os
 import random
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +22,8 @@ from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.errors import UserError
 from podscale.run import Claim, Run
 from podscale.until import Until
+
+TRAIN = sys.modules["podscale.train"]
 
 QUIET = Console(quiet=True)
 # Orbax leaves its event loops open where reading fails.
@@ -185,20 +191,38 @@ def test_a_full_disk_keeps_what_is_there_and_saving_goes_on_when_there_is_room(s
     assert not list((small_disk / "checkpoints").glob("*tmp*"))
 
 
-def test_training_goes_on_while_the_disk_is_full(recipe, undisturbed, small_disk, capsys):
-    """From the second epoch on nothing fits any more; every line of the journal is there in the end all the same."""
-    run = small_disk / "run"
+def test_training_goes_on_while_the_disk_is_full(recipe, undisturbed, small_disk, capsys, monkeypatch):
+    """From the second epoch on nothing fits any more. At the end room is waited for, and nothing is missing then."""
+    run, filler = small_disk / "run", small_disk / "filler"
     trained(recipe, run, until=Until("accuracy", 0.0), console=QUIET)
-    filler = small_disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
-    summary = trained(recipe, run, console=Console(width=300))
-    assert summary["steps"] == 34
+    seen = []
+
+    def sleep(_):
+        with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+            seen.append(checkpoints.newest())
+        filler.unlink()
+
+    monkeypatch.setattr(TRAIN, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    assert trained(recipe, run, console=Console(width=300))["steps"] == 34
     assert "takes no more: No space left on device" in capsys.readouterr().out
-    filler.unlink()
+    assert seen == [12]
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.newest() == 12
-    trained(recipe, run, console=QUIET)
+        assert checkpoints.newest() == 34
     assert losses(run) == losses(undisturbed)
+
+
+def test_a_disk_that_stays_full_is_not_waited_for_for_ever(monkeypatch):
+    clock = SimpleNamespace(monotonic=itertools.count(step=700).__next__, sleep=lambda _: None)
+    monkeypatch.setattr(TRAIN, "time", clock)
+    tries = []
+    teller = SimpleNamespace(
+        plan=SimpleNamespace(timeout_s=1800), run=SimpleNamespace(folder="run"), bearing=lambda _: nullcontext()
+    )
+    checkpoints = SimpleNamespace(wait=lambda: None, holds=lambda step: False, newest=lambda: 12)
+    with pytest.raises(UserError, match=r"^run had no room for the last checkpoint in 1800 s; .* after step 12$"):
+        TRAIN._keep_last(lambda: tries.append(1), 34, checkpoints, teller)
+    assert len(tries) == 2
 
 
 def test_an_update_without_a_number_is_skipped_on_every_device_alike():
