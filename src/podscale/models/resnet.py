@@ -72,15 +72,11 @@ class BlockedConv(Conv):
     """The 7x7 convolution of stride 2, computed as a 4x4 one of stride 1 on 2x2 blocks of pixels.
 
     The parameter is the 7x7 kernel itself; only the arithmetic is arranged anew. Output i needs pixels 2i-3 to 2i+3;
-    with a leading zero, 2i-4 to 2i+3: blocks i-2 to i+1. Their 12 channels become 16: cuDNN would do so itself, in a
-    pass of its own each way.
+    with a leading zero, 2i-4 to 2i+3: blocks i-2 to i+1.
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = _blocked_kernel(self.kernel[...]).astype(x.dtype)
-        more = -kernel.shape[2] % 16
-        blocks = jnp.pad(blocks_of_pixels(x), ((0, 0), (0, 0), (0, 0), (0, more)))
-        return _convolve(blocks, jnp.pad(kernel, ((0, 0), (0, 0), (0, more), (0, 0))), 1, (2, 1))
+        return _convolve(blocks_of_pixels(x), _blocked_kernel(self.kernel[...]).astype(x.dtype), 1, (2, 1))
 
 
 def blocks_of_pixels(x: jax.Array) -> jax.Array:
