@@ -194,6 +194,7 @@ def test_muon_keeps_the_norms_of_kernels(trained, recipe):
             assert np.linalg.norm(kernel) == pytest.approx(np.sqrt(kernel.shape[-1]), rel=0.1)
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_same_bits(trained, recipe, tmp_path):
     """From the middle, on the same pod, its pictures now on the host."""
     options = Options(cache="none")

@@ -216,6 +216,7 @@ def test_every_pod_learns_the_same_head_on_a_frozen_body_in_float64():
             assert_same(state.params["layers"][4], head, 1e-8)
 
 
+@pytest.mark.slow
 def test_every_pod_learns_the_same_around_frozen_layers_in_float64():
     with jax.enable_x64(True):
         recipe = short("float64", **{"model.freeze": ["layers.0", "layers.2"]})

@@ -75,7 +75,7 @@ def trained(recipe, shape, **options):
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [("1x1", {}), ("2x2", {"steps_per_call": 2, "summation": "torus"})],
+    [pytest.param("1x1", {}, marks=pytest.mark.slow), ("2x2", {"steps_per_call": 2, "summation": "torus"})],
     ids=["1x1", "2x2"],
 )
 def test_a_training_with_pictures_on_the_devices_is_the_same_to_the_last_bit(shape, options):
