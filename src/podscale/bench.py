@@ -1,7 +1,9 @@
-"""Measuring the training step itself, on made-up data that is already on the devices."""
+"""Measuring the training step and the evaluation step, on made-up data that is already on the devices."""
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from podscale.budget import sheet, trace
 from podscale.budget.program import Program
 from podscale.doctor import rates
 from podscale.errors import UserError
-from podscale.job import Job, assemble, compiled_step
+from podscale.job import Job, assemble, compiled_evaluation, compiled_step
 from podscale.options import Options
 from podscale.plan import Counts
 from podscale.pod import Pod, batch_sharding, first_ones
@@ -31,41 +33,73 @@ def step(
     `images` per device replaces the recipe's batch; a batch-norm group then never spans more than the whole batch. With
     `profile`, also where the time of an update goes on the device, by kind of work.
     """
+    began = time.perf_counter()
+    job = _job(recipe, pod, options, images, repeats)
+    call, state, batch = compiled_step(job), job.state, _made_up(job)
+
+    def update() -> Any:
+        nonlocal state
+        state, _ = call(state, *batch)
+        return state
+
+    found = _timed(update, job.plan.steps_per_call, job, repeats, began)
+    return found | ({"budget": _budget(state, batch, job)} if profile else {})
+
+
+def evaluation(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5) -> dict[str, Any]:
+    """The same of the evaluation step."""
+    began = time.perf_counter()
+    job = _job(recipe, pod, options, images, repeats)
+    plan = replace(job.plan, eval_images=job.recipe.batch.size // pod.size)
+    job = job._replace(plan=plan)
+    call, (params, stats, *pictures, tally) = compiled_evaluation(job)
+    batch = [_drawn(array, 256 if array.dtype == np.uint8 else plan.counts.classes) for array in pictures]
+
+    def count() -> Any:
+        nonlocal tally
+        tally, _ = call(params, stats, *batch, tally)
+        return tally
+
+    return _timed(count, 1, job, repeats, began)
+
+
+def _job(recipe: Recipe, pod: Pod, options: Options, images: int, repeats: int) -> Job:
+    if repeats < 1:
+        raise UserError(f"--repeats must be at least 1, not {repeats}")
     if images:
         size = images * pod.size
         span = recipe.batch.span if size % recipe.batch.span == 0 else size
         recipe = recipes.override(recipe, {"batch.size": size, "batch.span": span, "data.lanes": 1})
-    if repeats < 1:
-        raise UserError(f"--repeats must be at least 1, not {repeats}")
-    began = time.perf_counter()
-    job = assemble(recipe, pod, _counts(recipe), options)
-    call, state, batch = compiled_step(job), job.state, _made_up(job)
-    state, _ = call(state, *batch)
-    jax.block_until_ready(state)
+    return assemble(recipe, pod, _counts(recipe), options)
+
+
+def _timed(work: Callable[[], Any], steps: int, job: Job, repeats: int, began: float) -> dict[str, Any]:
+    """How long each of the `steps` takes that a call of `work` does; compiling began when it says."""
+    jax.block_until_ready(work())
     compile_s = time.perf_counter() - began
     times: list[float] = []
     calls = 1
     while len(times) < repeats:
         start = time.perf_counter()
         for _ in range(calls):
-            state, _ = call(state, *batch)
-        jax.block_until_ready(state)
+            result = work()
+        jax.block_until_ready(result)
         spent = time.perf_counter() - start
         if calls == 1:  # the first one only tells how many make a second; all processes must do as many
             calls = max(2, first_ones(round(SECONDS_PER_REPEAT / spent)))
         else:
-            times.append(spent / (calls * job.plan.steps_per_call))
-    median = statistics.median(times)
+            times.append(spent / (calls * steps))
+    median, pod, size = statistics.median(times), job.plan.pod, job.recipe.batch.size
     return {
-        "recipe": recipe.name,
+        "recipe": job.recipe.name,
         "devices": f"{pod.size} x {pod.kind}",
-        "images_per_device": recipe.batch.size // pod.size,
+        "images_per_device": size // pod.size,
         "step_ms": median * 1e3,
         "step_ms_all": [t * 1e3 for t in times],
-        "images_per_s": recipe.batch.size / median,
+        "images_per_s": size / median,
         "compile_s": compile_s,
         "peak_bytes": _peak_bytes(pod),
-    } | ({"budget": _budget(state, batch, job)} if profile else {})
+    }
 
 
 def _budget(state: Any, batch: tuple[Any, ...], job: Job) -> dict[str, Any]:
@@ -96,12 +130,15 @@ def _counts(recipe: Recipe) -> Counts:
 
 def _made_up(job: Job) -> tuple[Any, ...]:
     """A call's worth of random pictures on the devices, and the number of updates in it."""
-    random, size, shape = np.random.default_rng(0), job.recipe.data.image_size, job.plan.batch_shape
-    images = random.integers(0, 256, (*shape, size, size, 3), np.uint8)
-    labels = random.integers(0, job.plan.counts.classes, shape).astype(np.int32)
-    sharding = batch_sharding(job.mesh, axis=2)
-    there = [jax.make_array_from_callback(array.shape, sharding, array.__getitem__) for array in (images, labels)]
-    return *there, np.int32(job.plan.steps_per_call)
+    size, shape, sharding = job.recipe.data.image_size, job.plan.batch_shape, batch_sharding(job.mesh, axis=2)
+    images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=sharding)
+    labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    return _drawn(images, 256), _drawn(labels, job.plan.counts.classes), np.int32(job.plan.steps_per_call)
+
+
+def _drawn(like: jax.ShapeDtypeStruct, below: int) -> jax.Array:
+    numbers = np.random.default_rng(0).integers(0, below, like.shape, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, numbers.__getitem__)
 
 
 def _peak_bytes(pod: Pod) -> int:

@@ -200,10 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     example = "example: podscale bench step --images 256"
     bench = verbs.add_parser("bench", help="measure this machine", epilog=example, allow_abbrev=False)
     kinds = bench.add_subparsers(required=True, metavar="WHAT", parser_class=_Parser)
-    step = _verb(kinds, "step", do.bench_step, "time the training step on made-up data", "bench step --images 256")
+    step = _verb(kinds, "step", do.bench_step, "time the step on made-up data", "bench step --images 256")
     _takes_recipe(step, "resnet50-imagenet-4k")
     step.add_argument("--images", type=int, default=0, metavar="N", help="images per device (default: batch.size)")
     step.add_argument("--repeats", type=int, default=5, metavar="N", help="timed repetitions; the median counts")
+    step.add_argument("--evaluate", action="store_true", help="the evaluation step instead")
     step.add_argument("--profile", action="store_true", help="also where the time goes, by kind of work")
     _takes_bench_input(kinds)
     _takes_bench_sum(kinds)

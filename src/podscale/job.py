@@ -235,6 +235,17 @@ def train_batches(job: Job, calls: list[range], left_out: Sequence[range] = ()) 
     return loader.train_batches(job.data.train, job.plan, calls, sharding, left_out=left_out)
 
 
+def compiled_evaluation(job: Job, run: Run | None = None) -> tuple[Any, tuple[Any, ...]]:
+    """The evaluation of so many pictures as the plan has for it at a time, and arrays like what it takes."""
+    size, count = job.recipe.data.image_size, job.plan.eval_images * job.plan.pod.size
+    sharding = pods.batch_sharding(job.mesh)
+    images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=sharding)
+    labels = jax.ShapeDtypeStruct((count,), np.int32, sharding=sharding)
+    nothing = pods.replicated(steps.empty_tally(), job.mesh)
+    like = job.state.params, job.state.stats, images, labels, nothing
+    return compiled(steps.eval_call(job.net, job.plan, job.mesh).lower(*like), job.plan, run), like
+
+
 class Evaluator:
     """Exact evaluation on all devices: every example counts once, whatever the host and device count."""
 
@@ -242,24 +253,17 @@ class Evaluator:
         self._job = job
         self.unreadable: list[str] = []  # pictures that the last evaluation could not read, in words
         self.answers = np.zeros((0, 3), np.float32)  # of the last evaluation; see steps.eval_call
-        self._sharding = pods.batch_sharding(job.mesh)
-        size, count = job.recipe.data.image_size, job.plan.eval_images * job.plan.pod.size
-        images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=self._sharding)
-        labels = jax.ShapeDtypeStruct((count,), np.int32, sharding=self._sharding)
-        call = steps.eval_call(job.net, job.plan, job.mesh)
-        lowered = call.lower(job.state.params, job.state.stats, images, labels, self._empty())
-        self._call = compiled(lowered, job.plan, run)
+        self._call, like = compiled_evaluation(job, run)
         self._held: list[loader.Batch] = []  # where the pictures live on the devices: all of them, batch by batch
         if job.plan.resident:
             with self._loaded() as batches:
                 self._held = list(batches)
-            nobody = _zeros((job.state.params, job.state.stats, images, labels))  # as in `_warmed`
-            jax.block_until_ready(self._call(*nobody, self._empty()))
+            jax.block_until_ready(self._call(*_zeros(like)))  # as in `_warmed`
 
     def __call__(self, state: State) -> dict[str, float]:
         """Accuracy, top-5 accuracy and mean loss over all validation examples, by the averaged weights if there are."""
         job, numbers = self._job, state.average or {"params": state.params, "stats": state.stats}
-        tally, answers = self._empty(), []
+        tally, answers = pods.replicated(steps.empty_tally(), job.mesh), []
         with self._loaded() if not self._held else nullcontext(self._held) as batches:
             for batch in batches:
                 tally, given = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
@@ -277,7 +281,4 @@ class Evaluator:
 
     def _loaded(self) -> loader.Batches:
         job = self._job
-        return loader.eval_batches(job.data.val, job.recipe, self._sharding, job.plan.eval_images)
-
-    def _empty(self) -> steps.Tally:
-        return pods.replicated(steps.empty_tally(), self._job.mesh)
+        return loader.eval_batches(job.data.val, job.recipe, pods.batch_sharding(job.mesh), job.plan.eval_images)

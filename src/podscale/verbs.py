@@ -217,7 +217,10 @@ def bench_step(arguments: argparse.Namespace) -> Any:
     from podscale import bench
 
     pod, options, console = _pod(arguments), plan_options(arguments), console_of(arguments)
-    found = bench.step(recipe, pod, options, arguments.images, arguments.repeats, arguments.profile)
+    asked = recipe, pod, options, arguments.images, arguments.repeats
+    if arguments.evaluate and arguments.profile:
+        raise UserError("--profile is of the training step: leave out --evaluate")
+    found = bench.evaluation(*asked) if arguments.evaluate else bench.step(*asked, arguments.profile)
     console.print(
         f"{recipe.model.name}, {recipe.data.image_size} px, {found['images_per_device']} images a device on "
         f"{found['devices']}: {found['step_ms']:.2f} ms a step, {found['images_per_s']:,.0f} images/s "

@@ -23,6 +23,7 @@ class Cut:
     extras: int  # arrays that finish the result: add, mask, other
     sums: int  # kinds of them
     computed: bool  # whether the left side is computed, or p as it is
+    weighed: bool = False  # whether the gradient by the kernel is computed on the way, and the left side not kept
     left_ring: int = 3
     kernel_ring: int = 3
     extra_ring: int = 2
@@ -35,8 +36,8 @@ class Cut:
 
     @property
     def kept(self) -> int:
-        """Boxes of the computed left side: all of them, if there are several parts that need them."""
-        return self.steps if self.parts > 1 else 2
+        """Boxes of the computed left side: all of them, if several products need them."""
+        return self.steps if self.parts > 1 or self.weighed else 2
 
     @property
     def bytes(self) -> int:
@@ -49,15 +50,27 @@ class Cut:
 
 
 def cut(
-    rows: int, groups: int, depth: int, columns: int, lefts: int, extras: int, sums: int, computed: bool
+    rows: int,
+    groups: int,
+    depth: int,
+    columns: int,
+    lefts: int,
+    extras: int,
+    sums: int,
+    computed: bool,
+    weighed: bool = False,
 ) -> Cut | None:
     """The cut of a product, or None where none fits: rows or channels that boxes do not divide, too many of them."""
     if rows % (groups * ROWS) or depth % BOX or columns % BOX:
         return None
-    part = columns if columns <= WIDEST else PART
+    if weighed and depth * columns > BOX * WIDEST:  # more sums than registers
+        return None
+    part = BOX if weighed else columns if columns <= WIDEST else PART
     if columns % part or (columns > part and not computed):
         return None
-    found = Cut(groups, rows // groups // ROWS, depth // BOX, part, columns // part, lefts, extras, sums, computed)
+    found = Cut(
+        groups, rows // groups // ROWS, depth // BOX, part, columns // part, lefts, extras, sums, computed, weighed
+    )
     leaner: list[dict[str, Any]] = [{"kernel_ring": 2}, {"left_ring": 2}, {"extra_ring": 1}, {"result_ring": 1}]
     if computed:
         leaner += [{"left_ring": 1}, {"part": BOX, "parts": columns // BOX}]

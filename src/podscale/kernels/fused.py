@@ -82,8 +82,9 @@ def _backward(shape: Shape, kept: Any, cotangents: Any) -> Any:
     inputs = shape, saved, affine, kernel, dz, by_z, dy
     found = pointwise.backward(*inputs) if pointwise.fits(shape, y, kernel) else None
     if found:
-        g, whole, sums = found
-        (dkernel,) = jax.vjp(lambda kernel: plain.convolved(shape, y, kernel), kernel)[1](whole)
+        g, dkernel, sums, whole = found
+        if whole is not None:
+            (dkernel,) = jax.vjp(lambda kernel: plain.convolved(shape, y, kernel), kernel)[1](whole)
     else:
         g, dkernel, sums = plain.backward(*inputs)
     if not affine:

@@ -36,7 +36,7 @@ def forward(
     if found is None:
         return None
     flat = tuple(value.reshape(rows, depth) for value in left)
-    y, z, sums = product.product(
+    y, z, sums, _ = product.product(
         found, flat, tuple(vectors), kernel.reshape(depth, columns), rectify=True, interpret=_interpreter(shape)
     )
     return (x if y is None else y.reshape(x.shape)), z.reshape(*x.shape[:-1], columns), sums
@@ -51,7 +51,10 @@ def backward(
     by_z: Several,
     dy: Array | None,
 ) -> Several | None:
-    """As `plain.backward`, but with the gradient by the convolution's output instead of the one by its kernel."""
+    """As `plain.backward`, and the gradient by the convolution's output where the one by its kernel is still to be had.
+
+    Of the two, one is None.
+    """
     x, y, rest, z = saved
     factor, offset, slope = by_z
     depth, columns = kernel.shape[2:]
@@ -61,11 +64,13 @@ def backward(
     others = [value for value in (x, rest) if value is not None] if affine else []
     extras = len(others) + (dy is not None) + bool(affine)
     kinds = 1 + len(others) if affine else 0
-    found = cut(rows, shape.groups, columns, depth, len(left), extras, kinds, computed=True)
+    size = rows, shape.groups, columns, depth, len(left)
+    found = cut(*size, extras + (not affine), kinds, computed=True, weighed=True)
+    found = found or cut(*size, extras, kinds, computed=True)
     if found is None:
         return None
     flat = partial(jnp.reshape, shape=(rows, depth))
-    whole, g, sums = product.product(
+    whole, g, sums, weights = product.product(
         found,
         tuple(value.reshape(rows, columns) for value in left),
         tuple(vectors),
@@ -73,10 +78,12 @@ def backward(
         add=None if dy is None else flat(dy),
         mask=flat(y) if affine else None,
         others=tuple(map(flat, others)),
+        inputs=flat(y),
         interpret=_interpreter(shape),
     )
-    assert whole is not None
-    return g.reshape(x.shape), whole.reshape(z.shape), () if sums is None else tuple(sums)
+    dkernel = None if weights is None else weights.reshape(kernel.shape).astype(kernel.dtype)
+    whole = None if whole is None else whole.reshape(z.shape)
+    return g.reshape(x.shape), dkernel, () if sums is None else tuple(sums), whole
 
 
 def _interpreter(shape: Shape) -> Any:

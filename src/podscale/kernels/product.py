@@ -3,6 +3,7 @@
     u = p · A + q · B + C, rectified where wanted    [rows, depth], kept as an output; A, B, C by group and channel
     v = u @ kernel + add, zero where mask is not above zero    [rows, columns]
     sums of v and of v · v, or of v · other, over each group's rows
+    inputs^T @ u where wanted, for which u itself need not be kept: the gradient by a convolution's kernel
 
 That is a 1x1 convolution with what stands before and after it, forward (p the raw output of the layer before, q the
 shortcut) as well as backward (p and q the gradient and the values that batch norm's own gradient is made of). Each
@@ -47,27 +48,31 @@ def product(
     add: Array | None = None,
     mask: Array | None = None,
     others: tuple[Array, ...] = (),
+    inputs: Array | None = None,
     interpret: Any = None,
-) -> tuple[Array | None, Array, Array | None]:
-    """u (None if it is p itself), v, and the sums [kinds, groups, columns] (None if none are wanted).
+) -> tuple[Array | None, Array, Array | None, Array | None]:
+    """u (None if it is p itself), v, the sums [kinds, groups, columns], and inputs^T @ u (None what is not wanted).
 
-    Without others, the sums are those of v and of its squares.
+    Without others, the sums are those of v and of its squares. The inputs may be the mask.
     """
     rows, depth = left[0].shape
     columns = kernel.shape[1]
     dtype = left[0].dtype
-    extras = {name: value for name, value in (("add", add), ("mask", mask)) if value is not None}
+    beside = {"add": add, "mask": mask, "input": inputs if cut.weighed and mask is None else None}
+    extras = {name: value for name, value in beside.items() if value is not None}
     extras |= {f"other{i}": value for i, value in enumerate(others)}
     boxed = [v.reshape(cut.groups, cut.steps, BOX) for v in vectors]
-    inputs = {f"left{i}": value for i, value in enumerate(left)} | {"kernel": kernel}
-    inputs |= {f"vector{i}": value for i, value in enumerate(boxed)} | extras
+    given = {f"left{i}": value for i, value in enumerate(left)} | {"kernel": kernel}
+    given |= {f"vector{i}": value for i, value in enumerate(boxed)} | extras
     blocks = cut.groups * cut.blocks
     outputs = {"v": jax.ShapeDtypeStruct((rows, columns), dtype)}
-    if cut.computed:
+    if cut.weighed:
+        outputs["weights"] = jax.ShapeDtypeStruct((blocks, 2, BOX, depth * columns // BOX), jnp.float32)
+    elif cut.computed:
         outputs["u"] = jax.ShapeDtypeStruct((rows, depth), dtype)
     if cut.sums:
         outputs["sums"] = jax.ShapeDtypeStruct((blocks, 2, cut.sums, columns // BOX, BOX), jnp.float32)
-    names = (*inputs, *outputs)
+    names = (*given, *outputs)
 
     def body(*refs: Any, **shared: Any) -> None:
         _body(Block(cut, rectify, dict(zip(names, refs, strict=True)), shared, interpret is not None))
@@ -84,13 +89,17 @@ def product(
             reduction_scratch_bytes=SCRATCH_BYTES, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
         interpret=interpret,
-    )(*inputs.values())
+    )(*given.values())
     named = dict(zip(outputs, found, strict=True))
     sums = None
     if cut.sums:
         by_block = named["sums"].reshape(cut.groups, cut.blocks * 2, cut.sums, columns)
         sums = by_block.sum(axis=1).swapaxes(0, 1)
-    return named.get("u"), named["v"], sums
+    weights = None
+    if cut.weighed:  # from boxes of the columns, side by side
+        sum_ = named["weights"].sum(axis=(0, 1)).reshape(BOX, columns // BOX, depth)
+        weights = sum_.swapaxes(0, 1).reshape(columns, depth)
+    return named.get("u"), named["v"], sums, weights
 
 
 def _shared(cut: Cut, vectors: int, lefts: int, extras: list[str], dtype: Any) -> Refs:
@@ -129,7 +138,7 @@ class Block:
 
     @property
     def extras(self) -> list[str]:
-        return [name for name in self.at if name in ("add", "mask") or name.startswith("other")]
+        return [name for name in self.at if name in ("add", "mask", "input") or name.startswith("other")]
 
     @property
     def group(self) -> Any:
@@ -243,17 +252,33 @@ class Worker:
         if "vectors_full" in shared:
             plgpu.barrier_wait(shared["vectors_full"].at[0])
 
-        def tile(t: Any, _: None) -> None:
-            lax.fori_loop(0, cut.parts, lambda n, _: self.part(t, n), None)
+        if cut.weighed:
+            pl.run_scoped(self.weigh, plgpu.ACC((BOX, cut.steps * cut.parts * cut.part), jnp.float32))
+        else:
 
-        lax.fori_loop(0, self.block.tiles, tile, None)
+            def tile(t: Any, _: None) -> None:
+                lax.fori_loop(0, cut.parts, lambda n, _: self.part(t, n), None)
+
+            lax.fori_loop(0, self.block.tiles, tile, None)
         if cut.sums:
             plgpu.commit_smem()
             place = at["sums"].at[lax.axis_index("block"), self.warpgroup]
             plgpu.copy_smem_to_gmem(shared["sums"].at[self.warpgroup], place)
         plgpu.wait_smem_to_gmem(0)
 
-    def part(self, t: Any, n: Any) -> None:
+    def weigh(self, weights: Any) -> None:
+        """All tiles, adding up the gradient by the kernel, whose place must be known when this is compiled."""
+        cut = self.block.cut
+
+        def tile(t: Any, _: None) -> None:
+            for n in range(cut.parts):
+                self.part(t, n, weights)
+
+        lax.fori_loop(0, self.block.tiles, tile, None)
+        place = self.block.at["weights"].at[lax.axis_index("block"), self.warpgroup]
+        place[...] = weights[...]
+
+    def part(self, t: Any, n: Any, weights: Any = None) -> None:
         """Some columns of a tile: the product, box by box of its depth, and what finishes it."""
         block, cut, shared = self.block, self.block.cut, self.block.shared
         first = (t * cut.parts + n) * cut.steps
@@ -277,7 +302,7 @@ class Worker:
 
         result = pl.run_scoped(multiplied, plgpu.ACC((HALF, cut.part), jnp.float32))
         for j in range(cut.part // BOX):
-            self.finish(t, n, j, result[:, j * BOX : (j + 1) * BOX])
+            self.finish(t, n, j, result[:, j * BOX : (j + 1) * BOX], weights)
 
     def left_box(self, t: Any, k: Any) -> Any:
         """The left side's next box: as it came, or computed, which is then stored for good as well."""
@@ -293,10 +318,11 @@ class Worker:
         u = jnp.maximum(u, 0) if block.rectify else u
         plgpu.barrier_arrive(block.free("left", count))
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        kept = shared["kept"].at[self.warpgroup, k if cut.parts > 1 else lax.rem(k, jnp.int32(2))]
-        kept[...] = u.astype(block.at["u"].dtype)
+        kept = shared["kept"].at[self.warpgroup, k if cut.kept == cut.steps else lax.rem(k, jnp.int32(2))]
+        kept[...] = u.astype(block.at["v"].dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(kept, block.at["u"].at[self.rows(t), pl.ds(k * BOX, BOX)])
+        if not cut.weighed:
+            plgpu.copy_smem_to_gmem(kept, block.at["u"].at[self.rows(t), pl.ds(k * BOX, BOX)])
         return kept
 
     def release(self, count: Any) -> None:
@@ -304,14 +330,19 @@ class Worker:
         if not self.block.cut.computed:
             plgpu.barrier_arrive(self.block.free("left", count))
 
-    def finish(self, t: Any, n: Any, j: int, v: Array) -> None:
-        """Adds, masks, stores and counts a box of the result."""
+    def finish(self, t: Any, n: Any, j: int, v: Array, weights: Any) -> None:
+        """Adds, masks, stores and counts a box of the result, and multiplies the left side with what it belongs to."""
         block, cut, shared = self.block, self.block.cut, self.block.shared
         column = n * (cut.part // BOX) + j
         count = t * cut.parts * (cut.part // BOX) + column
         extra = block.box("extra", count)
         if block.extras:
             plgpu.barrier_wait(block.full("extra", count))
+        if cut.weighed:
+            inputs = _transposed(shared["mask" if "mask" in shared else "input"].at[extra, self.half])
+            for k in range(cut.steps):
+                first = (n * cut.steps + k) * BOX
+                plgpu.wgmma(weights.at[:, first : first + BOX], inputs, shared["kept"].at[self.warpgroup, k])
         if "add" in shared:
             v += self.wide(shared["add"].at[extra, self.half])
         if "mask" in shared:
@@ -328,6 +359,8 @@ class Worker:
             for kind, term in enumerate(terms):
                 place = shared["sums"].at[self.warpgroup, kind, column]
                 place[...] = block.held(place[...], SUMMED.reduce(0)) + term.sum(axis=0)
+        if cut.weighed:
+            plgpu.wgmma_wait(0)
         if block.extras:
             plgpu.barrier_arrive(block.free("extra", count))
 
@@ -346,6 +379,10 @@ class Worker:
     def vector(self, i: int, k: Any) -> Array:
         values = self.block.held(self.block.shared[f"vector{i}"][k], plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(values, (HALF, BOX), [1])
+
+
+def _transposed(ref: Any) -> Any:
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
 def _when(condition: Any, what: Callable[[Any], None], ref: Any) -> None:

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from podscale.errors import UserError, nearest
-from podscale.models import chain
+from podscale.models import chain, folded
 from podscale.models.resnet import ResNet
 from podscale.norm import BatchNorm, Groups, Moments, distribute
 
@@ -47,14 +47,15 @@ class Functional:
         for path, module in nnx.iter_modules(model) if self.freeze else ():
             if isinstance(module, BatchNorm) and self.frozen(dotted(path)):
                 module.use_running_average = True
-        logits = _called(model, images, kernels)
+        fused = kernels and type(model) is ResNet
+        logits = chain.forward(model, images, kernels) if fused else model(images)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
 
     def evaluate(self, params: Tree, stats: Tree, images: jax.Array, kernels: str = "") -> jax.Array:
-        """Logits by the running statistics."""
+        """Logits by the running statistics; with `kernels`, those of a ResNet are `folded`."""
         model = self.model(params, stats)
         model.eval()
-        return _called(model, images, kernels)
+        return folded.forward(model, images) if kernels and type(model) is ResNet else model(images)
 
     def model(self, params: Tree, stats: Tree) -> Any:
         """The flax module with these numbers in it."""
@@ -114,10 +115,6 @@ def functional(model: nnx.Module, freeze: tuple[str, ...] = ()) -> tuple[Functio
     numbers = nnx.to_pure_dict(params)
     _check_freeze(net, [dotted(path) for path in flatten_dict(numbers)])
     return net, numbers, nnx.to_pure_dict(stats)
-
-
-def _called(model: Any, images: jax.Array, kernels: str) -> jax.Array:
-    return chain.forward(model, images, kernels) if kernels and type(model) is ResNet else model(images)
 
 
 def dotted(path: Iterable[Any]) -> str:
