@@ -8,6 +8,7 @@ Each measurement is a process of its own, in turn, so that none inherits another
 are compared. MFU counts three times the 8.2 GFLOP of a forward pass, against the machine's dense bfloat16 rate.
 
     python benchmarks/step.py [--images 256 512] [--rounds 2] [--ways torch flax whole groups] [--peak-tflops 989]
+    python benchmarks/step.py --evaluate    the same of the evaluation step
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 OURS = [sys.executable, "-m", "podscale", "bench", "step", "resnet50-imagenet-4k", "--json", "--plan.fused", "auto"]
 STEPS, REPEATS = 30, 5
@@ -30,11 +32,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(commands(0)), default=list(commands(0)))
     parser.add_argument("--peak-tflops", type=float, default=989.0)
+    parser.add_argument("--evaluate", action="store_true", help="the evaluation step instead, without the flax peer")
     parser.add_argument("--peer", choices=["torch", "flax"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
-        print(json.dumps(PEERS[arguments.peer](arguments.images[0])))
+        peer = torch_evaluation if arguments.evaluate else PEERS[arguments.peer]
+        print(json.dumps(peer(arguments.images[0])))
         return
+    if arguments.evaluate:
+        arguments.ways = [way for way in arguments.ways if way in EVALUATED]
     print(f"{'images':>6}  {'what':<30}  {'images/s':>9}  {'ratio':>5}  {'MFU':>5}  {'peak GiB':>8}")
     with tempfile.TemporaryDirectory() as cache:  # later rounds need not compile again
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
@@ -59,14 +65,14 @@ def compare(images: int, arguments: argparse.Namespace, environment: dict[str, s
     found: dict[str, list[dict]] = {way: [] for way in arguments.ways}
     for _ in range(arguments.rounds):
         for way in arguments.ways:
-            command = commands(images)[way][1]
+            command = commands(images)[way][1] + ["--evaluate"] * arguments.evaluate
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
             found[way].append(json.loads(done.stdout.splitlines()[-1]))
     rates = {way: statistics.median(f["images_per_s"] for f in all_) for way, all_ in found.items()}
     for way, rate in rates.items():
         peak = max(f["peak_bytes"] for f in found[way]) / 2**30
         ratio = f"{rate / rates['torch']:5.2f}" if "torch" in rates else "    -"
-        used = rate * FLOPS / (1e12 * arguments.peak_tflops)
+        used = rate * FLOPS / (3 if arguments.evaluate else 1) / (1e12 * arguments.peak_tflops)
         print(
             f"{images:6}  {commands(images)[way][0]:<30}  {rate:9,.0f}  {ratio}  {used:5.1%}  {peak:8.1f}", flush=True
         )
@@ -92,6 +98,31 @@ def torch_step(images: int) -> dict:
             loss = loss_of(forward(pictures), labels)
         loss.backward()
         optimizer.step()
+
+    return torch_timed(images, step)
+
+
+def torch_evaluation(images: int) -> dict:
+    """The same of its evaluation: right answers are counted."""
+    import torch
+    import torchvision
+
+    torch.backends.cudnn.benchmark = True
+    model = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last).eval()
+    pictures = torch.randn(images, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (images,), device="cuda")
+    right = torch.zeros((), device="cuda", dtype=torch.int64)
+    forward = torch.compile(model)
+
+    def step() -> None:
+        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+            right.add_((forward(pictures).argmax(1) == labels).sum())
+
+    return torch_timed(images, step)
+
+
+def torch_timed(images: int, step: Callable[[], None]) -> dict:
+    import torch
 
     for _ in range(10):
         step()
@@ -185,6 +216,7 @@ def flax_step(images: int) -> dict:
 
 
 PEERS = {"torch": torch_step, "flax": flax_step}
+EVALUATED = ("torch", "groups", "modules")  # groups have no meaning there: it is podscale's
 
 
 if __name__ == "__main__":

@@ -172,6 +172,17 @@ def test_the_space_to_depth_stem_is_the_7x7_stem(dtype, tolerance, size):
             np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(abs(a).max()))
 
 
+def test_the_stem_in_fours_is_the_7x7_stem():
+    with jax.enable_x64(True):
+        conv, x = resnet.Conv(3, 16, 7, 2, precision="float64", rngs=nnx.Rngs(3)), pictures(32, "float64")
+        kernel = conv.kernel[...]
+        plain, pull = jax.vjp(lambda kernel: resnet.blocks_of_pixels(resnet._convolve(x, kernel, 2, (3, 3))), kernel)
+        fours, pull_fours = jax.vjp(lambda kernel: resnet.convolve_in_fours(x, kernel), kernel)
+        weights = jnp.asarray(np.random.default_rng(1).normal(size=plain.shape))
+        np.testing.assert_allclose(fours, plain, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(pull_fours(weights)[0], pull(weights)[0], rtol=0, atol=1e-10)
+
+
 def test_whole_models_with_the_two_large_stems_agree():
     x = pictures(32)
     logits = [jax.jit(models.build(tiny(stem=stem), 10, 32))(x) for stem in ("conv7", "space_to_depth")]

@@ -1,5 +1,8 @@
 """The stem's end: normalize, rectify and take the maximum over 3x3 windows at stride 2, without the maps in between.
 
+The pixels come in blocks of 2x2, as many as there are windows: a window is its own block, and what borders on it of the
+blocks above and beside it. What is stored and loaded is then always whole channels in a row.
+
 Forward, each window notes which of its nine places it took, and what stood there before it was normalized. Backward, a
 pixel asks the windows that it lies in, at most two by two, whether they took it, instead of the windows scattering what
 they have. The sums that batch norm's gradient needs are over windows, a quarter as many as pixels. Where several places
@@ -11,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -23,17 +27,14 @@ Array = jax.Array
 
 def twin(x: Array, affine: Affine) -> Array:
     """The same, step by step."""
-    y = plain.rectified(x, affine, None, ())
+    images, rows, columns, channels = x.shape
+    pixels = x.reshape(images, rows, columns, 2, 2, channels // 4).transpose(0, 1, 3, 2, 4, 5)
+    y = plain.rectified(pixels.reshape(images, 2 * rows, 2 * columns, channels // 4), affine, None, ())
     return nnx.max_pool(y, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
 
-def fits(x: Array) -> bool:
-    """Whether height and width are even."""
-    return x.shape[1] % 2 == 0 and x.shape[2] % 2 == 0
-
-
 def pooled(groups: int, x: Raw, affine: Affine) -> Array:
-    """[images, height, width, channels] to half the height and half the width, both even."""
+    """From blocks of 2x2 pixels [images, rows, columns, 4 · channels] to windows [images, rows, columns, channels]."""
     return _pooled(groups, x.values, x.factor, affine)
 
 
@@ -43,13 +44,17 @@ def _pooled(groups: int, x: Array, x_factor: Array, affine: Affine) -> Array:
 
 
 def _forward(groups: int, x: Array, x_factor: Array, affine: Affine) -> Any:
-    rows, columns = x.shape[1] // 2, x.shape[2] // 2
-    edged = jnp.pad(x, ((0, 0), (1, 0), (1, 0), (0, 0)))
+    images, rows, columns, channels = x.shape
+    blocks = x.reshape(images, rows, columns, 2, 2, channels // 4)
     inner_row, inner_column = (jnp.arange(n) > 0 for n in (rows, columns))
     most: Any = None
     for k in range(9):
         down, right = divmod(k, 3)
-        raw = edged[:, down : down + 2 * rows : 2, right : right + 2 * columns : 2]
+        raw = blocks[:, :, :, (down + 1) % 2, (right + 1) % 2]
+        if down == 0:
+            raw = jnp.pad(raw, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :rows]  # the block above
+        if right == 0:
+            raw = jnp.pad(raw, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :columns]
         here = plain.rectified(raw, affine, None, ())
         # Beside the picture there is 0, which is never more than what is in it, and takes no part in the gradient.
         if down == 0:
@@ -73,29 +78,25 @@ def _forward(groups: int, x: Array, x_factor: Array, affine: Affine) -> Any:
 def _backward(groups: int, saved: Any, dy: Array) -> Any:
     most, place, taken, affine = saved
     g, sums = plain.masked(Shape(groups), dy, taken, most, None)
-    return _unpooled(g, place), affine[0], (sums[1], sums[0])
+    return _unpooled(g, place), jnp.tile(affine[0], 4), (sums[1], sums[0])
 
 
 def _unpooled(dy: Array, place: Array) -> Array:
     images, rows, columns, channels = dy.shape
-    half = jnp.arange(2, dtype=jnp.uint8)
-    odd_row, odd_column = half[:, None, None, None], half[:, None]  # of a pixel: [2, 1, 2, 1]
+    # Where in a window a block's two rows or columns are: in the one that begins above the block, and in the next one.
+    # An even one lies in the first only; 9 makes a place that no window has.
+    along = np.array([[1, 2], [9, 0]], np.uint8)
     total: Any = 0
-    for down in (0, 1):  # the window that begins above the pixel, or the next one
-        for right in (0, 1):
-            window, taken = _shifted(dy, down, right), _shifted(place, down, right)
-            # Which place of that window the pixel is. An even row lies in one window only: at its middle, 1.
-            row = (1 + odd_row) if down == 0 else jnp.where(odd_row == 1, 0, 9).astype(jnp.uint8)
-            column = (1 + odd_column) if right == 0 else jnp.where(odd_column == 1, 0, 9).astype(jnp.uint8)
-            mine = (taken == 3 * row + column) & (row < 3) & (column < 3)
-            total = total + jnp.where(mine, window, 0)
-    return total.reshape(images, 2 * rows, 2 * columns, channels)
+    for down, right in np.ndindex(2, 2):
+        mine = 3 * along[down][:, None, None] + along[right][:, None]
+        total = total + jnp.where(_shifted(place, down, right) == mine, _shifted(dy, down, right), 0)
+    return total.reshape(images, rows, columns, 4 * channels)
 
 
 def _shifted(x: Array, down: int, right: int) -> Array:
-    """The window `down` below and `right` beside each, 0 past the border: [images, rows, 1, columns, 1, channels]"""
+    """The window `down` below and `right` beside each, 0 past the border: [images, rows, columns, 1, 1, channels]"""
     x = jnp.pad(x, ((0, 0), (0, down), (0, right), (0, 0)))
-    return x[:, down:, right:][:, :, None, :, None]
+    return x[:, down:, right:, None, None]
 
 
 _pooled.defvjp(_forward, _backward)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from podscale.kernels import fused, pool
 from podscale.kernels.fused import Affine, Raw
 from podscale.kernels.shape import Shape
-from podscale.models.resnet import BottleneckBlock, Conv, ResNet, Stem, max_pool
+from podscale.models.resnet import BottleneckBlock, Conv, ResNet, Stem, convolve_in_fours, max_pool
 from podscale.norm import BatchNorm
 
 
@@ -36,18 +36,22 @@ class Chain:
         shape = Shape(self.groups, conv.stride, kernel.shape[0] // 2, counts, keeps, self.kernels)
         return fused.layer(shape, *pending, kernel)
 
-    def normalized(self, norm: BatchNorm, raw: Raw) -> Affine:
-        rows = raw.values.size // (raw.values.shape[-1] * self.groups)
-        factor, offset = norm.affine(raw.sums, rows)
+    def normalized(self, norm: BatchNorm, raw: Raw, in_fours: bool = False) -> Affine:
+        """What normalizes a raw output, whose channels may stand there for four pixels."""
+        channels = raw.values.shape[-1] // (4 if in_fours else 1)
+        rows = raw.values.size // (channels * self.groups)
+        sums = raw.sums if raw.sums is None else raw.sums.reshape(2, self.groups, -1, channels).sum(2)
+        factor, offset = norm.affine(sums, rows)
         shape = (self.groups, factor.shape[-1])
         return jnp.broadcast_to(factor, shape), jnp.broadcast_to(offset, shape)
 
     def stem(self, stem: Stem, images: jax.Array) -> jax.Array:
-        raw = fused.raw(self.groups, stem.conv(images), counts=not stem.norm.use_running_average)
-        affine = self.normalized(stem.norm, raw)
-        if not stem.small and pool.fits(raw.values):
-            return pool.pooled(self.groups, raw, affine)
-        x = fused.activation(self.groups, raw, affine)
+        counts = not stem.norm.use_running_average
+        if not stem.small and images.shape[1] % 4 == images.shape[2] % 4 == 0:
+            raw = fused.raw(self.groups, convolve_in_fours(images, stem.conv.kernel[...]), counts=counts)
+            return pool.pooled(self.groups, raw, self.normalized(stem.norm, raw, in_fours=True))
+        raw = fused.raw(self.groups, stem.conv(images), counts=counts)
+        x = fused.activation(self.groups, raw, self.normalized(stem.norm, raw))
         return x if stem.small else max_pool(x)
 
     def block(self, block: Any, pending: Pending) -> Pending:

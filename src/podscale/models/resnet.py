@@ -79,21 +79,38 @@ class BlockedConv(Conv):
         return _convolve(blocks_of_pixels(x), _blocked_kernel(self.kernel[...]).astype(x.dtype), 1, (2, 1))
 
 
-def blocks_of_pixels(x: jax.Array) -> jax.Array:
-    """Every 2x2 block of pixels as one pixel of four times the channels ("space to depth").
+def blocks_of_pixels(x: jax.Array, side: int = 2) -> jax.Array:
+    """Every 2x2 block of pixels as one pixel of four times the channels ("space to depth"), or of another side.
 
     >>> blocks_of_pixels(jnp.arange(16).reshape(1, 4, 4, 1))[0, 0].tolist()
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     n, height, width, channels = x.shape
-    x = x.reshape(n, height // 2, 2, width // 2, 2, channels)
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, height // 2, width // 2, 4 * channels)
+    x = x.reshape(n, height // side, side, width // side, side, channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, height // side, width // side, side * side * channels)
 
 
 def _blocked_kernel(kernel: jax.Array) -> jax.Array:
     inputs, outputs = kernel.shape[2:]
     kernel = jnp.pad(kernel, ((1, 0), (1, 0), (0, 0), (0, 0))).reshape(4, 2, 4, 2, inputs, outputs)
     return kernel.transpose(0, 2, 1, 3, 4, 5).reshape(4, 4, 4 * inputs, outputs)
+
+
+def convolve_in_fours(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The 7x7 convolution of stride 2 as a 3x3 one on 4x4 blocks of pixels, which gives 2x2 of its outputs at once.
+
+    [images, height, width, inputs] becomes [images, height / 4, width / 4, 4 · outputs]. It is more arithmetic, much of
+    it with zeros, but on as many channels as matrix units are made for. Output 2i+s needs pixels 4i+2s-3 to 4i+2s+3,
+    of blocks i-1 to i+1; these begin at pixel 4i-4.
+    """
+    inputs, outputs = kernel.shape[2:]
+    margins = (1, 4), (3, 2)  # zeros before and after, where s is 0 and 1
+    kernels = jnp.stack(
+        [jnp.pad(kernel, (rows, columns, (0, 0), (0, 0))) for rows in margins for columns in margins], 3
+    )
+    kernels = kernels.reshape(3, 4, 3, 4, inputs, 4 * outputs).transpose(0, 2, 1, 3, 4, 5)
+    kernels = kernels.reshape(3, 3, 16 * inputs, 4 * outputs)
+    return _convolve(blocks_of_pixels(x, 4), kernels.astype(x.dtype), 1, (1, 1))
 
 
 class Stem(nnx.Module):
