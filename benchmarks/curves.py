@@ -5,6 +5,7 @@ and as modules in float32. How far the first two are apart is told beside how fa
 network, computed with more digits.
 
     python benchmarks/curves.py PHOTOS [--steps 200] [--batch 128] [--size 128] [--fused auto] [--recipe imagefolder]
+        [--set schedule.peak=0.025]
 """
 
 import argparse
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--fused", default="auto")
     parser.add_argument("--recipe", default="imagefolder")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="other fields of the recipe")
     arguments = parser.parse_args()
     ways = {
         "modules, bfloat16": {"plan.fused": "off"},
@@ -54,7 +56,8 @@ def curve(arguments: argparse.Namespace, changes: dict[str, str]) -> list[float]
             "batch.size": arguments.batch,
             "batch.span": min(64, arguments.batch),
             "plan.steps_per_call": 1,
-        } | changes
+        } | dict(field.split("=", 1) for field in arguments.set)
+        fields |= changes
         fields |= {"train.epochs": epochs(arguments), "train.eval_epochs": epochs(arguments)}
         command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
