@@ -282,6 +282,7 @@ def test_evaluation_takes_no_more_images_than_there_are(val, images):
         ("auto", "9.0", {}, "hopper"),
         ("auto", "9.0", {"model.precision": "float32"}, ""),
         ("auto", "9.0", {"model.name": "resnet18"}, ""),
+        ("auto", "9.0", {"train.epochs": 0.5}, ""),
         ("auto", "8.0", {}, ""),
         ("on", "8.0", {"model.name": "resnet18"}, "plain"),
         ("on", "9.0", {"model.name": "resnet18"}, "hopper"),

@@ -173,12 +173,14 @@ def test_the_picture_has_a_point_and_a_bar_for_every_case(found):
 def test_a_training_without_a_result_leaves_the_others_theirs(written, tmp_path):
     text = 'recipe = "digits"\n[set]\ntrain.epochs = 1\nmodel.width = 8\n'
     cases = '[[case]]\nname = "none"\nset.data.source = "npz"\nset.data.path = "no.npz"\n[[case]]\nname = "digits"\n'
+    cases += '[[case]]\nname = "diverges"\nset.optimizer.name = "sgd"\nset.schedule.peak = 1e38\n'
     study = grid.load(written(text + cases))
     with (tmp_path / "log").open("w") as log:
         pod = pods.of(jax.devices()[:1], "1x1")
         result = running.run(study, tmp_path / "runs", pod, Options(), Console(file=log))
-    assert [case["count"] for case in result["cases"]] == [0, 1]
-    assert "1 of the trainings have no result; the first: none, seed 0: data.path no.npz" in spread.failures(result)
+    assert [case["count"] for case in result["cases"]] == [0, 1, 0]
+    assert "loss or gradient were no number" in result["cases"][2]["runs"][0]["error"]
+    assert "2 of the trainings have no result; the first: none, seed 0: data.path no.npz" in spread.failures(result)
     assert spread.rows(result)[0][1:] == ["-", "-", "-", "-", "0"]
 
 

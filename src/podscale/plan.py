@@ -19,6 +19,7 @@ from podscale.pod import CORE, TILE, Pod
 from podscale.recipe import Recipe
 
 HOPPER, BOTTLENECKS = "9.0", ("resnet50", "resnet101", "resnet152")  # what fused layers have kernels for
+WORTH_FUSING = 1_000_000 * 224**2  # pixels a device trains on: what they save then is what compiling them takes
 BUCKET_MIB = 32  # unless something else is chosen
 BATCHES_IN_FLIGHT = 3  # one in use and two ahead of it
 PICK_BYTES = 16  # sample, left, top, mirrored: what names a crop of a picture that is on the device already
@@ -282,16 +283,17 @@ def make(
         keep=options.keep,
         timeout_s=options.timeout_s,
         check_steps=options.check_steps,
-        kernels=_kernels(recipe, options, pod),
+        kernels=_kernels(recipe, options, pod, counts),
         deterministic=options.deterministic,
         memory=memory,
         resident=resident,
     )
 
 
-def _kernels(recipe: Recipe, options: Options, pod: Pod) -> str:
+def _kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) -> str:
     known = bool(pod.devices) and getattr(pod.devices[0], "compute_capability", "") == HOPPER
-    gains = recipe.model.name in BOTTLENECKS and recipe.model.precision == "bfloat16"
+    pixels = recipe.steps(counts.train) * recipe.batch.size // pod.size * recipe.data.image_size**2
+    gains = recipe.model.name in BOTTLENECKS and recipe.model.precision == "bfloat16" and pixels >= WORTH_FUSING
     if options.fused == "off" or (options.fused == "auto" and not (known and gains)):
         return ""
     return "hopper" if known else "plain"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from podscale import pod as pods
 from podscale import train
-from podscale.errors import UserError
+from podscale.errors import DivergedError, UserError
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.run import Run, to_json, write_atomically
@@ -48,7 +48,7 @@ def _one(case: Case, seed: int, folder: Path, pod: Pod, options: Options, consol
     if summary is None:
         try:
             summary = train.train(recipe, pod=pod, options=options, folder=place, console=console)
-        except UserError as error:
+        except (UserError, DivergedError) as error:
             _say(console, f"no result: {error}")
             return {"run": place.name, "error": str(error)}
     else:
