@@ -5,6 +5,8 @@ error and the twin's, both against the same layer computed in float32 (as shares
 times, medians of repeated calls in one run. Needs a GPU.
 
     python benchmarks/kernels.py [--images 256] [--size 224] [--span 64] [--repeats 20] [--check-images 64]
+
+With --repeats 0 nothing is timed.
 """
 
 import argparse
@@ -19,11 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from podscale.kernels import fused
-from podscale.kernels.cut import cut
+from podscale.kernels.cut import BLOCKS, ROWS, cut
 from podscale.kernels.fused import Raw
 from podscale.kernels.shape import Shape
 
 WIDTHS = (64, 128, 256, 512)  # of the four stages; the map's side is 1/4, 1/8, 1/16, 1/32 of the picture's
+# What stands before a convolution: nothing, batch norm, batch norm and a shortcut, the shortcut with a batch norm too.
+BARE, NORMED, ADDED, BOTH = "bare", "", "shortcut", "normed shortcut"
 
 
 def main() -> None:
@@ -39,20 +43,31 @@ def main() -> None:
     print(f"{heads}{'both us':>9}{'twin':>7}{'ratio':>7}")
     for stage, width in enumerate(WIDTHS):
         side = arguments.size // (4 << stage)
-        measured(arguments, f"{side}x{side}, {4 * width} to {width}, shortcut", side, 4 * width, width, True)
-        measured(arguments, f"{side}x{side}, {width} to {4 * width}", side, width, 4 * width, False)
+        if stage == 0:  # where the stem has normalized already
+            measured(arguments, side, width, width, BARE)
+            measured(arguments, side, width, 4 * width, BARE)
+        measured(arguments, side, 4 * width, width, BOTH)
+        measured(arguments, side, 4 * width, width, ADDED)
+        measured(arguments, side, width, 4 * width, NORMED)
 
 
-def measured(arguments: argparse.Namespace, name: str, side: int, inputs: int, outputs: int, shortcut: bool) -> None:
+def measured(arguments: argparse.Namespace, side: int, inputs: int, outputs: int, before: str) -> None:
+    name = ", ".join(filter(None, (f"{side}x{side}", f"{inputs} to {outputs}", before)))
     span = arguments.span or arguments.images
     rows, groups = arguments.images * side * side, arguments.images // span
-    if not cut(rows, groups, inputs, outputs, 1 + shortcut, 0, 2, computed=True):
+    if not cut(rows, groups, inputs, outputs, 1 + (before in (ADDED, BOTH)), 0, 2, computed=before != BARE):
         print(f"{name:34} is left to the twin")
         return
-    small = drawn(max(arguments.check_images, span), side, inputs, outputs, span, shortcut)
+    enough = (
+        -(-BLOCKS * ROWS // (side * side * span)) * span
+    )  # or it would be left to the twin, and compared with itself
+    small = drawn(max(arguments.check_images, enough), side, inputs, outputs, span, before)
     exact = both_ways("plain", *jax.tree.map(lambda v: v.astype(jnp.float32), small))
     errors = [worst(both_ways(kernels, *small), exact) for kernels in ("hopper", "plain")]
-    large = drawn(arguments.images, side, inputs, outputs, span, shortcut)
+    if not arguments.repeats:
+        print(f"{name:34}{errors[0]:9.4f}{errors[1]:9.4f}", flush=True)
+        return
+    large = drawn(arguments.images, side, inputs, outputs, span, before)
     times = []
     for function in (forward, both_ways):
         for kernels in ("hopper", "plain"):
@@ -62,39 +77,47 @@ def measured(arguments: argparse.Namespace, name: str, side: int, inputs: int, o
     print(f"{words}{both:9.0f}{both_twin:7.0f}{both_twin / both:7.2f}", flush=True)
 
 
-def drawn(images: int, side: int, inputs: int, outputs: int, span: int, shortcut: bool) -> tuple[Any, ...]:
+def drawn(images: int, side: int, inputs: int, outputs: int, span: int, before: str) -> tuple[Any, ...]:
     random, groups = np.random.default_rng(0), images // span
 
     def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
         return jnp.asarray(random.standard_normal(shape, np.float32), dtype)
 
+    def affine() -> tuple[jax.Array, jax.Array]:
+        return normal(groups, inputs, dtype=jnp.float32), normal(groups, inputs, dtype=jnp.float32)
+
     picture = (images, side, side, inputs)
-    affine = (normal(groups, inputs, dtype=jnp.float32), normal(groups, inputs, dtype=jnp.float32))
     cotangents = (
+        normal(*picture) if before else None,  # by what the layer keeps for a shortcut
         normal(images, side, side, outputs),
         normal(2, groups, outputs, dtype=jnp.float32) / 1000,
         normal(groups, outputs, dtype=jnp.float32),
     )
-    kernel = normal(1, 1, inputs, outputs) / np.sqrt(inputs)
-    rest = (normal(*picture), normal(*picture)) if shortcut else None  # what is added, and the gradient by the sum
-    return normal(*picture), affine, rest, kernel.astype(jnp.bfloat16), cotangents
+    kernel = (normal(1, 1, inputs, outputs) / np.sqrt(inputs)).astype(jnp.bfloat16)
+    rest = normal(*picture) if before in (ADDED, BOTH) else None
+    rest_affine = affine() if before == BOTH else ()
+    return normal(*picture), () if before == BARE else affine(), rest, rest_affine, kernel, cotangents
 
 
-def layer(kernels: str, shortcut: bool, x: Any, affine: Any, rest: Any, kernel: Any) -> Any:
-    groups = affine[0].shape[0]
-    shape = Shape(groups, keeps=shortcut, kernels=kernels)
-    y, raw = fused.layer(shape, Raw(x, None, jnp.ones_like(affine[0])), affine, rest, (), kernel)
-    return (y if shortcut else None), raw.values, raw.sums, raw.factor
+def layer(kernels: str, keeps: bool, x: Any, affine: Any, rest: Any, rest_affine: Any, kernel: Any, groups: int) -> Any:
+    def raw(values: Any, factors: Any) -> Any:
+        return Raw(values, None, jnp.ones_like(factors[0])) if factors else values
+
+    shape = Shape(groups, keeps=keeps, kernels=kernels)
+    y, z = fused.layer(shape, raw(x, affine), affine, raw(rest, rest_affine), rest_affine, kernel)
+    return (y if keeps else None), z.values, z.sums, z.factor
 
 
-def forward(kernels: str, x: Any, affine: Any, rest: Any, kernel: Any, cotangents: Any) -> Any:
-    return layer(kernels, rest is not None, x, affine, rest and rest[0], kernel)
+def forward(kernels: str, *given: Any) -> Any:
+    *inputs, (kept, *_, factor) = given
+    return layer(kernels, kept is not None, *inputs, factor.shape[0])
 
 
-def both_ways(kernels: str, x: Any, affine: Any, rest: Any, kernel: Any, cotangents: Any) -> Any:
-    shortcut = rest is not None
-    found, pull = jax.vjp(partial(layer, kernels, shortcut), x, affine, rest and rest[0], kernel)
-    return found, pull((rest and rest[1], *cotangents))
+def both_ways(kernels: str, *given: Any) -> Any:
+    *inputs, cotangents = given
+    keeps, groups = cotangents[0] is not None, cotangents[-1].shape[0]
+    found, pull = jax.vjp(lambda *inputs: layer(kernels, keeps, *inputs, groups), *inputs)
+    return found, pull(tuple(cotangents))
 
 
 def worst(found: Any, exact: Any) -> float:
