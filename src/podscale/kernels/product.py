@@ -80,7 +80,7 @@ def product(
     found = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
-        scratch_types=_shared(cut, len(boxed), len(left), list(extras), dtype),
+        scratch_types=_shared(cut, len(boxed), len(left), list(extras), dtype, interpret is not None),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=3,
@@ -91,18 +91,17 @@ def product(
         interpret=interpret,
     )(*given.values())
     named = dict(zip(outputs, found, strict=True))
-    sums = None
+    sums = weights = None
     if cut.sums:
         by_block = named["sums"].reshape(cut.groups, cut.blocks * 2, cut.sums, columns)
         sums = by_block.sum(axis=1).swapaxes(0, 1)
-    weights = None
     if cut.weighed:  # from boxes of the columns, side by side
         sum_ = named["weights"].sum(axis=(0, 1)).reshape(BOX, columns // BOX, depth)
         weights = sum_.swapaxes(0, 1).reshape(columns, depth)
     return named.get("u"), named["v"], sums, weights
 
 
-def _shared(cut: Cut, vectors: int, lefts: int, extras: list[str], dtype: Any) -> Refs:
+def _shared(cut: Cut, vectors: int, lefts: int, extras: list[str], dtype: Any, interpreted: bool) -> Refs:
     """What lies in shared memory: boxes as the matrix units want them, vectors, sums and barriers."""
     swizzled = (plgpu.TilingTransform((8, BOX)), plgpu.SwizzleTransform(2 * BOX))
 
@@ -118,6 +117,8 @@ def _shared(cut: Cut, vectors: int, lefts: int, extras: list[str], dtype: Any) -
     found["result"] = plgpu.SMEM((2, cut.result_ring, HALF, BOX), dtype, transforms=swizzled)
     if cut.computed:
         found["kept"] = plgpu.SMEM((2, cut.kept, HALF, BOX), dtype, transforms=swizzled)
+    if cut.weighed and interpreted:
+        found["turned"] = plgpu.SMEM((2, BOX, HALF), dtype)
     if vectors:
         found |= {f"vector{i}": plgpu.SMEM((cut.steps, BOX), jnp.float32) for i in range(vectors)}
         found["vectors_full"] = plgpu.Barrier(num_arrivals=vectors, num_barriers=1)
@@ -339,7 +340,7 @@ class Worker:
         if block.extras:
             plgpu.barrier_wait(block.full("extra", count))
         if cut.weighed:
-            inputs = _transposed(shared["mask" if "mask" in shared else "input"].at[extra, self.half])
+            inputs = self.turned(shared["mask" if "mask" in shared else "input"].at[extra, self.half])
             for k in range(cut.steps):
                 first = (n * cut.steps + k) * BOX
                 plgpu.wgmma(weights.at[:, first : first + BOX], inputs, shared["kept"].at[self.warpgroup, k])
@@ -376,13 +377,17 @@ class Worker:
     def wide(self, ref: Any, layout: Any = plgpu.Layout.WGMMA) -> Array:
         return self.block.held(ref[...], layout).astype(jnp.float32)
 
+    def turned(self, ref: Any) -> Any:
+        """A box with rows as columns, as it lies in memory; jax 0.10's interpreter wants it to lie that way."""
+        if self.block.interpreted:
+            place = self.block.shared["turned"].at[self.warpgroup]
+            place[...] = ref[...].T
+            return place
+        return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
     def vector(self, i: int, k: Any) -> Array:
         values = self.block.held(self.block.shared[f"vector{i}"][k], plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(values, (HALF, BOX), [1])
-
-
-def _transposed(ref: Any) -> Any:
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
 def _when(condition: Any, what: Callable[[Any], None], ref: Any) -> None:
