@@ -96,8 +96,7 @@ def product(
         by_block = named["sums"].reshape(cut.groups, cut.blocks * 2, cut.sums, columns)
         sums = by_block.sum(axis=1).swapaxes(0, 1)
     if cut.weighed:  # from boxes of the columns, side by side
-        sum_ = named["weights"].sum(axis=(0, 1)).reshape(BOX, columns // BOX, depth)
-        weights = sum_.swapaxes(0, 1).reshape(columns, depth)
+        weights = named["weights"].sum(axis=(0, 1)).reshape(BOX, columns // BOX, depth).swapaxes(0, 1)
     return named.get("u"), named["v"], sums, weights
 
 
