@@ -27,7 +27,7 @@ import numpy as np
 
 from podscale import pod as pods
 from podscale import recipe as recipes
-from podscale.data import loader
+from podscale.data import ahead, loader
 from podscale.data.index import Index, open_index
 from podscale.job import Job, assemble, compiled_step
 from podscale.plan import Counts
@@ -107,7 +107,7 @@ def recipe_for(arguments: argparse.Namespace) -> Recipe:
     return recipes.override(recipes.load("resnet50-imagenet-4k"), changes)
 
 
-def batches(job: Job, index: Index, calls: int) -> Iterator[loader.Batch]:
+def batches(job: Job, index: Index, calls: int) -> Iterator[ahead.Batch]:
     steps = job.plan.steps_per_call
     ranges = [range(i * steps, (i + 1) * steps) for i in range(WARM_UP + calls)]
     with loader.train_batches(index, job.plan, ranges, pods.batch_sharding(job.mesh, axis=2)) as made:
@@ -123,14 +123,14 @@ def fill(job: Job, index: Index) -> None:
     assert index.cache.filled.all()
 
 
-def batch_of_noise(job: Job) -> loader.Batch:
+def batch_of_noise(job: Job) -> ahead.Batch:
     random, size, shape = np.random.default_rng(0), job.recipe.data.image_size, job.plan.batch_shape
     images = random.integers(0, 256, (*shape, size, size, 3), np.uint8)
     sharding = pods.batch_sharding(job.mesh, axis=2)
-    return loader.Batch(*jax.device_put((images, np.zeros(shape, np.int32)), sharding), shape[0])
+    return ahead.Batch(*jax.device_put((images, np.zeros(shape, np.int32)), sharding), shape[0])
 
 
-def rate(job: Job, call: Any, source: Iterator[loader.Batch], calls: int) -> tuple[float, float]:
+def rate(job: Job, call: Any, source: Iterator[ahead.Batch], calls: int) -> tuple[float, float]:
     """Images a second, and the share of the time spent waiting for batches."""
     state = jax.tree.map(lambda array: array.copy(), job.state)  # the call takes over what it is given
     waited, began, before = 0.0, 0.0, None

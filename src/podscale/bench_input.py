@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from podscale import plan as plans
 from podscale import recipe as recipes
-from podscale.data import cache, cropping, decode, loader
+from podscale.data import ahead, cache, cropping, decode, loader
 from podscale.data.index import Index, open_index
 from podscale.data.order import Order, crop_boxes, eval_boxes
 from podscale.data.staging import Staging
@@ -86,7 +86,7 @@ def measure(
     index = open_index(replace(recipe.data, classes=0, train_samples=0, val_samples=0)).train
     if index.files is None:
         raise UserError(f'data.source "{recipe.data.source}" is in memory; `bench input` measures pictures in files')
-    threads = threads or loader.cpus()
+    threads = threads or ahead.cpus()
     plan = _plan(recipe, pod, len(index), images)
     crops = _crops(plan, index, math.ceil(images / plan.recipe.batch.size))
     hand_over = _hand_over(plan)
@@ -103,7 +103,7 @@ def measure(
         "image_size": recipe.data.image_size,
         "decoder": decode.decoder(),
         "threads": threads,
-        "cores": loader.cpus(),
+        "cores": ahead.cpus(),
         "stages": stages,
         "crops": whole,
         "cores_had": statistics.median(row["cores_had"] for row in whole if row["cores_had"] is not None),
@@ -270,7 +270,7 @@ def _warm_rates(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
         began, worked = time.perf_counter(), time.process_time()
         all_ = _rate(crops, pool)
         had = (time.process_time() - worked) / (time.perf_counter() - began)
-        found.append((one, all_, had / min(threads, loader.cpus())))
+        found.append((one, all_, had / min(threads, ahead.cpus())))
     medians = [statistics.median(values) for values in zip(*found, strict=True)]
     return _row(medians[0], medians[1], threads, medians[2])
 
@@ -374,14 +374,14 @@ def _loader_rate(plan: Plan, index: Index, images: int, expected: float, threads
     """In the midst of its work: others are in the making when the first counted batch comes, and when the last does."""
     size, sharding = plan.recipe.batch.size, batch_sharding(plan.pod.mesh(plan.tile), axis=2)
     steps = max(4, math.ceil(LOADER_SECONDS * expected / size))
-    jobs = range(steps + 2 * loader.AT_ONCE)
+    jobs = range(steps + 2 * ahead.AT_ONCE)
     ranges = [range(step, step + 1) for step in (job % (images // size) for job in jobs)]
     with loader.train_batches(index, plan, ranges, sharding, threads=threads) as batches:
         for done, batch in enumerate(batches, start=1):
             batch.images.block_until_ready()
-            if done == loader.AT_ONCE:
+            if done == ahead.AT_ONCE:
                 began = time.perf_counter()
-            if done == loader.AT_ONCE + steps:
+            if done == ahead.AT_ONCE + steps:
                 break
         return steps * size / (time.perf_counter() - began)
 

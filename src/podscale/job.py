@@ -19,7 +19,7 @@ from podscale import models, optim, peers, sharded, weights
 from podscale import plan as plans
 from podscale import pod as pods
 from podscale import step as steps
-from podscale.data import cache, decode, loader, resident
+from podscale.data import ahead, cache, decode, loader, resident
 from podscale.data.files import Progress
 from podscale.data.index import NO_PICTURES, Index, Splits, open_index
 from podscale.data.order import Order
@@ -229,7 +229,7 @@ def _set_cache(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
 
 
-def train_batches(job: Job, calls: list[range], left_out: Sequence[range] = ()) -> loader.Batches:
+def train_batches(job: Job, calls: list[range], left_out: Sequence[range] = ()) -> ahead.Batches:
     """The job's training data for these calls, prepared in the background, but for batches that are left out."""
     sharding = pods.batch_sharding(job.mesh, axis=2)
     return loader.train_batches(job.data.train, job.plan, calls, sharding, left_out=left_out)
@@ -254,7 +254,7 @@ class Evaluator:
         self.unreadable: list[str] = []  # pictures that the last evaluation could not read, in words
         self.answers = np.zeros((0, 3), np.float32)  # of the last evaluation; see steps.eval_call
         self._call, like = compiled_evaluation(job, run)
-        self._held: list[loader.Batch] = []  # where the pictures live on the devices: all of them, batch by batch
+        self._held: list[ahead.Batch] = []  # where the pictures live on the devices: all of them, batch by batch
         if job.plan.resident:
             with self._loaded() as batches:
                 self._held = list(batches)
@@ -268,7 +268,7 @@ class Evaluator:
             for batch in batches:
                 tally, given = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
                 answers.append(given)
-            self.unreadable = batches.bad.news() if isinstance(batches, loader.Batches) else []
+            self.unreadable = batches.bad.news() if isinstance(batches, ahead.Batches) else []
         found = jax.device_get(tally)
         self.answers = np.concatenate([pods.whole(given) for given in answers])[: len(job.data.val)]
         count = int(found.examples)
@@ -279,6 +279,6 @@ class Evaluator:
             "examples": count,
         }
 
-    def _loaded(self) -> loader.Batches:
+    def _loaded(self) -> ahead.Batches:
         job = self._job
         return loader.eval_batches(job.data.val, job.recipe, pods.batch_sharding(job.mesh), job.plan.eval_images)

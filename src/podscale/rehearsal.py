@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.checkpoint import Checkpoints
-from podscale.data import cropping, loader
+from podscale.data import ahead, cropping
 from podscale.data.order import Order, crop_boxes
 from podscale.errors import UserError
 from podscale.job import Job, prepare
@@ -128,7 +128,7 @@ def _decoded(job: Job, images: int) -> list[str]:
         recipe.augment, recipe.train.seed, passes, samples, index.sizes[samples], size, fraction=fraction
     )
     bad: list[tuple[int, str]] = []
-    with ThreadPoolExecutor(loader.cpus()) as pool:
+    with ThreadPoolExecutor(ahead.cpus()) as pool:
         out = np.empty((count, size, size, 3), np.uint8)
         cropping.crop_batch(index, samples, boxes, flips, size, out, pool, bad)
     return [why for _, why in bad]

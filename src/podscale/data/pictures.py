@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data import cropping
+from podscale.data.ahead import Batch, Batches
 from podscale.data.bad import BadPictures
 from podscale.data.containers import visible
 from podscale.data.containers.folder import EXTENSIONS
 from podscale.data.index import NO_PICTURES, Index, files_index
-from podscale.data.loader import Batch, Batches
 from podscale.data.order import eval_boxes
 from podscale.data.staging import Staging
 from podscale.errors import UserError
