@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from podscale.data import loader
+from podscale.data import ahead, loader
 from podscale.data.index import Index
 from podscale.data.staging import Staging
 from podscale.recipe import Recipe, override
@@ -218,8 +218,8 @@ def test_the_loader_pins_few_batches_and_lets_go_of_them(index, monkeypatch):
             assert threading.current_thread().name.startswith("podscale-batch")
 
     real = jax.device_put
-    monkeypatch.setattr(loader, "Staging", Watched)
-    monkeypatch.setattr(loader.jax, "device_put", lambda memory, where: real(np.array(memory), where))
+    monkeypatch.setattr(ahead, "Staging", Watched)
+    monkeypatch.setattr(ahead.jax, "device_put", lambda memory, where: real(np.array(memory), where))
     with batches(index) as found:
         for number, batch in enumerate(found):
             np.testing.assert_array_equal(np.asarray(batch.images), index.images[12 * number : 12 * (number + 1)])
