@@ -174,3 +174,11 @@ def test_a_benchmark_of_the_step_tells_its_budget():
     assert "measured ceilings: " in sheet.told(budget)
     assert budget["verdict"] in sheet.told(budget)
     assert sum(row["s"] for row in budget["kinds"]) > 0.2 * budget["whole_s"]
+
+
+def test_the_evaluation_step_is_timed_for_as_many_images_as_asked():
+    pod = pods.of(jax.devices()[:2], "1x2")
+    found = bench.evaluation(load("digits"), pod, Options(), images=24, repeats=2)
+    assert found["images_per_device"] == 24
+    assert len(found["step_ms_all"]) == 2
+    assert found["images_per_s"] == pytest.approx(48 / (found["step_ms"] / 1e3))

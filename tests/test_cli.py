@@ -307,6 +307,7 @@ MISTAKES = [
     (("plan", "digits", "--pod.virtual", "2x2", "--plot", "a.svg"), "--plot needs a kind of chip"),
     (("eval",), "there is no run under runs"),
     (("bench", "step", "digits", "--images", "8", "--repeats", "0"), "repeats"),
+    (("bench", "step", "digits", "--images", "8", "--evaluate", "--profile"), "leave out --evaluate"),
     (("export", "--to", "x.onnx"), "there is no run under runs"),
     (("export", "nowhere", "--to", "x.onnx"), "there is no run in nowhere"),
     (("export",), "--to"),
