@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from podscale.kernels import fused, pool
 from podscale.kernels.fused import Affine, Raw
 from podscale.kernels.shape import Shape
-from podscale.models.resnet import BottleneckBlock, Conv, ResNet, Stem, convolve_in_fours, max_pool
+from podscale.models.resnet import Conv, ResNet, Stem, convolutions, convolve_in_fours, max_pool
 from podscale.norm import BatchNorm
 
 
@@ -55,11 +55,8 @@ class Chain:
         return x if stem.small else max_pool(x)
 
     def block(self, block: Any, pending: Pending) -> Pending:
-        convs = [(block.conv1, block.norm1), (block.conv2, block.norm2)]
-        if isinstance(block, BottleneckBlock):
-            convs.append((block.conv3, block.norm3))
         beside: Any = None
-        for conv, norm in convs:
+        for conv, norm in convolutions(block):
             y, raw = self.convolved(conv, pending, keeps=beside is None, counts=not norm.use_running_average)
             beside = y if beside is None else beside
             pending = Pending(raw, self.normalized(norm, raw))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from podscale.models.resnet import BottleneckBlock, Conv, ResNet, max_pool
+from podscale.models.resnet import Conv, ResNet, convolutions, max_pool
 from podscale.norm import BatchNorm
 
 
@@ -26,12 +26,10 @@ def forward(net: ResNet, images: jax.Array) -> jax.Array:
 
 def _block(block: Any, x: jax.Array) -> jax.Array:
     rest = x if block.shortcut is None else _convolved(block.shortcut.conv, block.shortcut.norm, x)
-    convs = [(block.conv1, block.norm1), (block.conv2, block.norm2)]
-    if isinstance(block, BottleneckBlock):
-        convs.append((block.conv3, block.norm3))
-    for conv, norm in convs[:-1]:
+    *before, last = convolutions(block)
+    for conv, norm in before:
         x = nnx.relu(_convolved(conv, norm, x))
-    return nnx.relu(_convolved(*convs[-1], x) + rest)
+    return nnx.relu(_convolved(*last, x) + rest)
 
 
 def _convolved(conv: Conv, norm: BatchNorm, x: jax.Array) -> jax.Array:

@@ -188,6 +188,12 @@ class BottleneckBlock(nnx.Module):
 Block = type[BasicBlock] | type[BottleneckBlock]
 
 
+def convolutions(block: BasicBlock | BottleneckBlock) -> list[tuple[Conv, BatchNorm]]:
+    """Those of a block beside its shortcut, each with its batch norm, in the order of the forward pass."""
+    found = [(block.conv1, block.norm1), (block.conv2, block.norm2)]
+    return [*found, (block.conv3, block.norm3)] if isinstance(block, BottleneckBlock) else found
+
+
 def _shortcut(inputs: int, outputs: int, stride: int, precision: str, rngs: nnx.Rngs) -> Projection | None:
     if inputs == outputs and stride == 1:
         return None
