@@ -62,6 +62,20 @@ def test_named_cases_are_combined_with_the_grid(written):
     ]
 
 
+def test_fields_may_differ_at_some_values_of_the_grid(written):
+    cases = '[[case]]\nname = "fast"\nset.schedule.peak = 2.0\n[[case]]\nname = "slow"\nset.schedule.peak = 0.5\n'
+    at = '[[at]]\ncase = "fast"\ngrid.batch.size = 64\nset.schedule.peak = 3.0\n'
+    everywhere = "[[at]]\ngrid.batch.size = [128]\nset.train.epochs = 2\n"
+    study = grid.load(written(TINY + cases + at + everywhere))
+    found = [(case.name, case.recipe.schedule.peak, case.recipe.train.epochs) for case in study.cases]
+    assert found == [
+        ("fast, batch.size 64", 3.0, 1),
+        ("fast, batch.size 128", 2.0, 2),
+        ("slow, batch.size 64", 0.5, 1),
+        ("slow, batch.size 128", 0.5, 2),
+    ]
+
+
 def test_the_command_line_has_the_last_word_but_for_what_the_grid_varies(written):
     study = grid.load(written(), {"train.epochs": "2"}, [7])
     assert study.seeds == (7,)
@@ -97,6 +111,12 @@ def test_a_recipe_beside_the_study_is_found(written):
         ("[[case]]\nset.batch.size = 64", "a case of a study has a `name`"),
         ('[[case]]\nname = "a"\nsize = 3', "and nothing else"),
         ('[[case]]\nname = "a"\n[[case]]\nname = "a"', "two cases with the name 'a'"),
+        ("at = 3", "begun by [[at]]"),
+        ("[[at]]\nset.train.epochs = 1", "has `grid` and `set`"),
+        ("[[at]]\ngrid = 3\nset.train.epochs = 1", "is a table of recipe fields"),
+        ("[[at]]\ngrid.batch.size = 64\nset.train.epochs = 1", "batch.size 64, which is not in its grid"),
+        (TINY + '[[at]]\ncase = "b"\ngrid.batch.size = 64\nset.train.epochs = 1', "the case 'b', which there is not"),
+        (TINY + "[[at]]\ngrid.batch.size = 64\nset.train.seed = 1", "a study's seeds are in `seeds`"),
         (f"[grid]\nbatch.size = {[64] * 101}\ntrain.epochs = {[1] * 100}", "more than 10,000 cases"),
     ],
 )

@@ -14,6 +14,11 @@
     name = "LARS"
     set.optimizer.name = "lars"
 
+    [[at]]                         fields that are different at some values of the grid, in all cases or in one
+    case = "LARS"
+    grid.batch.size = [256]
+    set.schedule.peak = 2.0
+
 Nothing in it is executed, and all of it is checked before the first training begins.
 """
 
@@ -29,7 +34,7 @@ from podscale.errors import UserError, nearest
 from podscale.recipe import SECTIONS, Recipe
 
 MEASURES = ("accuracy", "best_accuracy", "accuracy_top5", "train_s", "images_per_s")
-KEYS = ("recipe", "seeds", "measure", "set", "grid", "case")
+KEYS = ("recipe", "seeds", "measure", "set", "grid", "case", "at")
 SEED = "train.seed"
 MOST_CASES = 10_000
 
@@ -84,7 +89,8 @@ def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Itera
     common = flat(tables.get("set", {}), "set") | changes
     grid = {field: _values(field, values) for field, values in flat(tables.get("grid", {}), "grid").items()}
     named = _named(tables.get("case", [{}]))
-    if SEED in {**common, **grid} or any(SEED in own for _, own in named):
+    exceptions = _exceptions(tables.get("at", []), grid, [name for name, _ in named])
+    if any(SEED in fields for fields in (common, grid, *(own for _, own in named), *(e.own for e in exceptions))):
         raise UserError(f"a study's seeds are in `seeds`, not in {SEED}")
     combined = list(itertools.islice(itertools.product(*grid.values()), MOST_CASES + 1))
     if len(combined) * len(named) > MOST_CASES:
@@ -95,7 +101,10 @@ def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Itera
             words = [name, *(f"{field} {_shown(value)}" for field, value in values.items())]
             told = ", ".join(word for word in words if word) or base.name
             shown = ({"case": name} if name else {}) | values
-            yield Case(told, shown, recipes.override(base, common | own | values))
+            changed = common | own
+            for exception in exceptions:
+                changed |= exception.own if exception.holds(name, values) else {}
+            yield Case(told, shown, recipes.override(base, changed | values))
 
 
 def _recipe(path: Path, tables: dict[str, Any]) -> Recipe:
@@ -119,6 +128,37 @@ def _named(cases: Any) -> list[tuple[str, dict[str, Any]]]:
             raise UserError(f"a study has two cases with the name {name!r}")
         found[name] = flat(case.get("set", {}), "set")
     return list(found.items())
+
+
+@dataclass(frozen=True)
+class _Exception:
+    """Fields that are different in one case (or in all: "") at these values of the grid."""
+
+    case: str
+    where: dict[str, list[Any]]
+    own: dict[str, Any]
+
+    def holds(self, case: str, values: dict[str, Any]) -> bool:
+        return self.case in ("", case) and all(values[field] in some for field, some in self.where.items())
+
+
+def _exceptions(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> list[_Exception]:
+    if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
+        raise UserError("what a study has `at` some values are tables, each begun by [[at]]")
+    found = []
+    for table in tables:
+        if set(table) - {"case", "grid", "set"} or not table.get("grid") or not table.get("set"):
+            raise UserError("a study's [[at]] has `grid` and `set`, and perhaps a `case`, and nothing else")
+        case, where = table.get("case", ""), flat(table["grid"], "grid")
+        if case and case not in names:
+            raise UserError(f"a study's [[at]] is for the case {case!r}, which there is not")
+        lists = {field: value if isinstance(value, list) else [value] for field, value in where.items()}
+        for field, values in lists.items():
+            for value in values:
+                if value not in grid.get(field, []):
+                    raise UserError(f"a study's [[at]] is for {field} {_shown(value)}, which is not in its grid")
+        found.append(_Exception(case, lists, flat(table["set"], "set")))
+    return found
 
 
 def _values(field: str, values: Any) -> list[Any]:
