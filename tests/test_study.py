@@ -2,6 +2,8 @@
 
 import json
 import statistics
+import threading
+import time
 from xml.etree import ElementTree
 
 import jax
@@ -11,6 +13,7 @@ from rich.console import Console
 from podscale import pod as pods
 from podscale.errors import UserError
 from podscale.options import Options
+from podscale.run import Claim
 from podscale.study import grid, running, spread
 
 TINY = """# Does it matter?
@@ -165,6 +168,35 @@ def test_what_is_done_is_not_done_again(found):
         assert running.run(study, folder / "runs", pod, Options(), Console(file=log)) == result
     assert (folder / "second").read_text().count("done before") == 4
     assert {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("summary.json")} == before
+
+
+def test_what_another_process_is_at_is_left_to_it_and_waited_for(found, monkeypatch):
+    study, pod, folder, result = found
+    monkeypatch.setattr(running, "LOOK_AGAIN_S", 0.01)
+    recipe = study.cases[0].seeded(3)
+    log, ended = folder / "third", []
+
+    def share():
+        with log.open("w", buffering=1) as file:
+            ended.append(running.run(study, folder / "runs", pod, Options(), Console(file=file)))
+
+    with Claim(folder / "runs" / f"{recipe.name}-{recipe.digest()}") as claim:
+        claim.take()
+        thread = threading.Thread(target=share)
+        thread.start()
+        wait_for(lambda: log.exists() and log.read_text().count("done before") == 3)
+        assert study.cases[0].name + ", seed 3" not in log.read_text()
+        assert thread.is_alive()
+    thread.join()
+    assert ended == [result]
+    assert study.cases[0].name + ", seed 3" in log.read_text()
+
+
+def wait_for(true, seconds=30):
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
 def test_a_run_that_was_stopped_is_not_taken_for_done(found, tmp_path):

@@ -220,6 +220,17 @@ class Claim:
         file.flush()
         self._file = file
 
+    def free(self) -> bool:
+        """Whether no training works in the folder just now."""
+        if not (self._folder / LOCK).exists():
+            return True
+        with (self._folder / LOCK).open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        return True
+
     def __enter__(self) -> "Claim":
         return self
 
@@ -230,7 +241,7 @@ class Claim:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file that is either all there or not there at all."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
