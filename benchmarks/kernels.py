@@ -58,9 +58,7 @@ def measured(arguments: argparse.Namespace, side: int, inputs: int, outputs: int
     if not cut(rows, groups, inputs, outputs, 1 + (before in (ADDED, BOTH)), 0, 2, computed=before != BARE):
         print(f"{name:34} is left to the twin")
         return
-    enough = (
-        -(-BLOCKS * ROWS // (side * side * span)) * span
-    )  # or it would be left to the twin, and compared with itself
+    enough = -(-BLOCKS * ROWS // (side * side * span)) * span  # or the twin would be compared with itself
     small = drawn(max(arguments.check_images, enough), side, inputs, outputs, span, before)
     exact = both_ways("plain", *jax.tree.map(lambda v: v.astype(jnp.float32), small))
     errors = [worst(both_ways(kernels, *small), exact) for kernels in ("hopper", "plain")]
@@ -78,13 +76,23 @@ def measured(arguments: argparse.Namespace, side: int, inputs: int, outputs: int
 
 
 def drawn(images: int, side: int, inputs: int, outputs: int, span: int, before: str) -> tuple[Any, ...]:
+    """A layer's inputs and cotangents.
+
+    What is rectified is exact in float32, in whatever order it is added up, and never zero: multiples of 1/16 by
+    multiples of 1/16, and odd multiples of 1/512. Else a sum within a rounding error of zero would be above it for the
+    one and below it for the other, and its gradient all or nothing.
+    """
     random, groups = np.random.default_rng(0), images // span
 
     def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
         return jnp.asarray(random.standard_normal(shape, np.float32), dtype)
 
-    def affine() -> tuple[jax.Array, jax.Array]:
-        return normal(groups, inputs, dtype=jnp.float32), normal(groups, inputs, dtype=jnp.float32)
+    def sixteenths(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return (jnp.round(16 * normal(*shape, dtype=jnp.float32)) / 16).astype(dtype)
+
+    def affine(beside: float) -> tuple[jax.Array, jax.Array]:
+        factor, offset = (sixteenths(groups, inputs, dtype=jnp.float32) for _ in range(2))
+        return factor, offset + beside
 
     picture = (images, side, side, inputs)
     cotangents = (
@@ -94,9 +102,9 @@ def drawn(images: int, side: int, inputs: int, outputs: int, span: int, before: 
         normal(groups, outputs, dtype=jnp.float32),
     )
     kernel = (normal(1, 1, inputs, outputs) / np.sqrt(inputs)).astype(jnp.bfloat16)
-    rest = normal(*picture) if before in (ADDED, BOTH) else None
-    rest_affine = affine() if before == BOTH else ()
-    return normal(*picture), () if before == BARE else affine(), rest, rest_affine, kernel, cotangents
+    rest = sixteenths(*picture) if before in (ADDED, BOTH) else None
+    rest_affine = affine(0) if before == BOTH else ()
+    return sixteenths(*picture), () if before == BARE else affine(1 / 512), rest, rest_affine, kernel, cotangents
 
 
 def layer(kernels: str, keeps: bool, x: Any, affine: Any, rest: Any, rest_affine: Any, kernel: Any, groups: int) -> Any:

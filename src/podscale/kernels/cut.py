@@ -40,6 +40,11 @@ class Cut:
         return self.steps if self.parts > 1 or self.weighed else 2
 
     @property
+    def leaving(self) -> int:
+        """Boxes of the result that may still be on their way out when the next one is put together."""
+        return 0 if self.part // BOX % self.result_ring else self.result_ring - 1
+
+    @property
     def bytes(self) -> int:
         box = ROWS * BOX * 2
         left = self.left_ring * self.lefts * box + (self.kept * box if self.computed else 0)

@@ -347,7 +347,7 @@ class Worker:
             v += self.wide(shared["add"].at[extra, self.half])
         if "mask" in shared:
             v = jnp.where(self.wide(shared["mask"].at[extra, self.half]) > 0, v, 0.0)
-        plgpu.wait_smem_to_gmem(cut.result_ring - 1 if cut.part > BOX else 0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(cut.leaving, wait_read_only=True)
         box = shared["result"].at[self.warpgroup, j % cut.result_ring]
         box[...] = v.astype(block.at["v"].dtype)
         plgpu.commit_smem()
