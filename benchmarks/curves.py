@@ -4,7 +4,7 @@ Trains a recipe on real photos three times from the same seed: as modules in bfl
 and as modules in float32. How far the first two are apart is told beside how far the first and the last are: the same
 network, computed with more digits.
 
-    python benchmarks/curves.py PHOTOS [--steps 200] [--batch 128] [--size 128] [--fused auto] [--recipe imagefolder]
+    python benchmarks/curves.py PHOTOS [--steps 200] [--batch 128] [--size 128] [--fused on] [--recipe imagefolder]
         [--set schedule.peak=0.025]
 """
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--size", type=int, default=128)
-    parser.add_argument("--fused", default="auto")
+    parser.add_argument("--fused", default="on")
     parser.add_argument("--recipe", default="imagefolder")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="other fields of the recipe")
     arguments = parser.parse_args()

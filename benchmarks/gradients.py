@@ -26,7 +26,7 @@ from podscale import recipe as recipes
 from podscale.options import Options
 
 SCALE = 2.0**20  # learning rate of the one update from which a gradient is read: weights are small beside it
-WAYS = {"float32": "off", "modules": "off", "fused": ""}
+WAYS = {"float32": "off", "modules": "off", "fused": ""}  # which layers: as asked for if nothing else
 Found = dict[str, np.ndarray]
 
 
@@ -42,18 +42,15 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="other fields of the recipe")
     arguments = parser.parse_args()
     found = {way: list(gradients(arguments, way, fused or arguments.fused)) for way, fused in WAYS.items()}
-    exact = found.pop("float32")
+    means = {way: [mean(batches)] for way, batches in found.items()}
     print(
         f"{jax.devices()[0].device_kind}, {arguments.batch} images of {arguments.size} px, {arguments.batches} batches"
     )
     print(f"{'':32}{'a batch':>18}{'':6}{'the mean over all':>18}")
     print(f"{'off by, as a share of its norm':32}" + f"{'modules':>9}{'fused':>9}{'':6}" * 2)
-    for kind in sorted({kind_of(name) for name in exact[0]}):
-        words = [
-            "".join(f"{off(some(found[way]), some(exact), kind):9.4f}" for way in found) + " " * 6
-            for some in (lambda batches: batches, mean)
-        ]
-        print(f"{kind:32}" + "".join(words))
+    for kind in sorted({kind_of(name) for name in found["float32"][0]}):
+        shares = [[off(some[way], some["float32"], kind) for way in ("modules", "fused")] for some in (found, means)]
+        print(f"{kind:32}" + "".join(f"{one:9.4f}{other:9.4f}{'':6}" for one, other in shares), flush=True)
 
 
 def gradients(arguments: argparse.Namespace, way: str, fused: str) -> Iterator[Found]:
@@ -111,8 +108,8 @@ def share(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(found - exact) / max(np.linalg.norm(exact), 1e-30))
 
 
-def mean(batches: list[Found]) -> list[Found]:
-    return [{name: np.mean([batch[name] for batch in batches], axis=0) for name in batches[0]}]
+def mean(batches: list[Found]) -> Found:
+    return {name: np.mean([batch[name] for batch in batches], axis=0) for name in batches[0]}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-OURS = [sys.executable, "-m", "podscale", "bench", "step", "resnet50-imagenet-4k", "--json", "--plan.fused", "auto"]
+OURS = [sys.executable, "-m", "podscale", "bench", "step", "resnet50-imagenet-4k", "--json"]
 STEPS, REPEATS = 30, 5
 FLOPS = 3 * 2 * 4.089e9  # of an image
 

@@ -43,7 +43,7 @@ class Options:
     timeout_s: float = _field(1800.0, "seconds without progress after which a run counts as stuck and ends; 0: never")
     check_steps: int = _field(100, "updates between comparisons of all devices' parameters; 0: never")
     fused: Literal["auto", "on", "off"] = _field(
-        "off",
+        "auto",
         "ResNets as layers that normalize, rectify and convolve in one go; auto: those with 1x1 convolutions in "
         "bfloat16, on GPUs that have kernels for it (Hopper), where training is long enough to earn their compilation",
     )
