@@ -14,3 +14,13 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_kept(tmp_path_factory, request):
+    """What one process that a test starts has compiled, the next need not."""
+    own = tmp_path_factory.getbasetemp()
+    common = own.parent if hasattr(request.config, "workerinput") else own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(common / "programs"))
+        yield

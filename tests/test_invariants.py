@@ -116,12 +116,12 @@ def assert_same(tree, reference, tolerance):
         assert np.abs(np.asarray(ours) - theirs).max() <= tolerance * scale, jax.tree_util.keystr(path)
 
 
-SLOW_IN_FLOAT32 = [("1x1", 4, 1, "xla"), ("2x4", 2, 1, "torus"), ("2x2", 2, 4, "sharded"), ("2x4", 1, 1, "sharded")]
+QUICK_IN_FLOAT32 = [("1x1", 1, 1, "xla"), ("2x2", 1, 1, "torus"), ("1x2", 1, 1, "xla")]  # float64 has them all
 
 
 @pytest.mark.parametrize(
     ("shape", "micro_batches", "steps_per_call", "summation"),
-    [pytest.param(*pod, marks=[pytest.mark.slow] if pod in SLOW_IN_FLOAT32 else []) for pod in PODS],
+    [pytest.param(*pod, marks=[] if pod in QUICK_IN_FLOAT32 else [pytest.mark.slow]) for pod in PODS],
 )
 def test_every_pod_follows_the_same_curve_in_float32(plain_float32, shape, micro_batches, steps_per_call, summation):
     losses, _ = on_pod(small(), shape, micro_batches, steps_per_call, summation)
