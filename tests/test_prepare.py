@@ -344,6 +344,7 @@ def test_what_is_prepared_in_part_is_not_taken_for_the_whole(photos, tmp_path, m
 
 def test_interrupted_it_says_how_to_go_on(many, tmp_path):
     program = KILLED.replace("SIGKILL", "SIGINT").rpartition("prepare.prepare(")[0]
+    program += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which may be ignored where tests run
     program += "from podscale import cli; sys.exit(cli.main(['data', 'prepare', source, folder, '--shard-mib', '1']))"
     command = [sys.executable, "-c", program, "shard", "add", "6", str(many), str(tmp_path / "to")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
