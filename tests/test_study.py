@@ -1,6 +1,8 @@
 """Studies: a file becomes cases, cases become trainings, trainings become means, deviations and a picture."""
 
+import errno
 import json
+import os
 import statistics
 import threading
 import time
@@ -119,6 +121,7 @@ def test_a_recipe_beside_the_study_is_found(written):
         ("[[at]]\ngrid = 3\nset.train.epochs = 1", "is a table of recipe fields"),
         ("[[at]]\ngrid.batch.size = 64\nset.train.epochs = 1", "batch.size 64, which is not in its grid"),
         (TINY + '[[at]]\ncase = "b"\ngrid.batch.size = 64\nset.train.epochs = 1', "the case 'b', which there is not"),
+        (TINY + "[[at]]\ngrid.batch.size = 64\nset.batch.size = 128", "sets batch.size, which its grid varies"),
         (TINY + "[[at]]\ngrid.batch.size = 64\nset.train.seed = 1", "a study's seeds are in `seeds`"),
         (f"[grid]\nbatch.size = {[64] * 101}\ntrain.epochs = {[1] * 100}", "more than 10,000 cases"),
     ],
@@ -180,16 +183,30 @@ def test_what_another_process_is_at_is_left_to_it_and_waited_for(found, monkeypa
         with log.open("w", buffering=1) as file:
             ended.append(running.run(study, folder / "runs", pod, Options(), Console(file=file)))
 
-    with Claim(folder / "runs" / f"{recipe.name}-{recipe.digest()}") as claim:
+    with Claim(folder / "runs" / "claims" / f"{recipe.name}-{recipe.digest()}") as claim:
         claim.take()
         thread = threading.Thread(target=share)
         thread.start()
-        wait_for(lambda: log.exists() and log.read_text().count("done before") == 3)
+        wait_for(lambda: log.exists() and "waiting for what other processes train: 1" in log.read_text())
+        assert log.read_text().count("done before") == 3
         assert study.cases[0].name + ", seed 3" not in log.read_text()
         assert thread.is_alive()
     thread.join()
     assert ended == [result]
     assert study.cases[0].name + ", seed 3" in log.read_text()
+
+
+def test_a_table_that_cannot_be_written_is_one_sentence(found, monkeypatch):
+    study, pod, folder, _ = found
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(running, "write_atomically", full)
+    with (folder / "fourth").open("w") as log, pytest.raises(UserError) as error:
+        running.run(study, folder / "runs", pod, Options(), Console(file=log))
+    told = f"cannot write the table in {folder / 'runs'}: No space left on device; the same command goes on"
+    assert str(error.value) == told
 
 
 def wait_for(true, seconds=30):

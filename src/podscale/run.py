@@ -220,17 +220,6 @@ class Claim:
         file.flush()
         self._file = file
 
-    def free(self) -> bool:
-        """Whether no training works in the folder just now."""
-        if not (self._folder / LOCK).exists():
-            return True
-        with (self._folder / LOCK).open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return False
-        return True
-
     def __enter__(self) -> "Claim":
         return self
 
@@ -240,10 +229,14 @@ class Claim:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is either all there or not there at all."""
+    """Writes a file that is either all there or not there at all, whoever else writes it."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def to_json(values: Any, indent: int | None = None) -> str:

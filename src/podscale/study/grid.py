@@ -89,8 +89,8 @@ def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Itera
     common = flat(tables.get("set", {}), "set") | changes
     grid = {field: _values(field, values) for field, values in flat(tables.get("grid", {}), "grid").items()}
     named = _named(tables.get("case", [{}]))
-    exceptions = _exceptions(tables.get("at", []), grid, [name for name, _ in named])
-    if any(SEED in fields for fields in (common, grid, *(own for _, own in named), *(e.own for e in exceptions))):
+    spots = _spots(tables.get("at", []), grid, [name for name, _ in named])
+    if any(SEED in fields for fields in (common, grid, *(own for _, own in named), *(spot.own for spot in spots))):
         raise UserError(f"a study's seeds are in `seeds`, not in {SEED}")
     combined = list(itertools.islice(itertools.product(*grid.values()), MOST_CASES + 1))
     if len(combined) * len(named) > MOST_CASES:
@@ -102,8 +102,8 @@ def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Itera
             told = ", ".join(word for word in words if word) or base.name
             shown = ({"case": name} if name else {}) | values
             changed = common | own
-            for exception in exceptions:
-                changed |= exception.own if exception.holds(name, values) else {}
+            for spot in spots:
+                changed |= spot.own if spot.holds(name, values) else {}
             yield Case(told, shown, recipes.override(base, changed | values))
 
 
@@ -131,7 +131,7 @@ def _named(cases: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class _Exception:
+class _Spot:
     """Fields that are different in one case (or in all: "") at these values of the grid."""
 
     case: str
@@ -142,7 +142,7 @@ class _Exception:
         return self.case in ("", case) and all(values[field] in some for field, some in self.where.items())
 
 
-def _exceptions(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> list[_Exception]:
+def _spots(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> list[_Spot]:
     if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
         raise UserError("what a study has `at` some values are tables, each begun by [[at]]")
     found = []
@@ -157,7 +157,10 @@ def _exceptions(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> li
             for value in values:
                 if value not in grid.get(field, []):
                     raise UserError(f"a study's [[at]] is for {field} {_shown(value)}, which is not in its grid")
-        found.append(_Exception(case, lists, flat(table["set"], "set")))
+        own = flat(table["set"], "set")
+        for field in own.keys() & grid.keys():
+            raise UserError(f"a study's [[at]] sets {field}, which its grid varies")
+        found.append(_Spot(case, lists, own))
     return found
 
 

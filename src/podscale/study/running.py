@@ -31,25 +31,35 @@ def run(study: Study, folder: Path, pod: Pod, options: Options, console: Console
         raise UserError(f"the study's folder {folder} is a file; choose another with --run")
     left = [(case, seed) for seed in study.seeds for case in study.cases]  # all have a result before any has two
     found: dict[tuple[str, int], dict[str, Any]] = {}
+    waits = False
     with _programs_kept(folder / "compiled"):
         while left:
-            case, seed = next((one for one in left if _free(folder, *one)), (None, 0))
-            if case is None:
+            case, seed, claim = next(_claimed(folder, left), (None, 0, None))
+            if case is None or claim is None:
+                if not waits:
+                    _say(console, f"waiting for what other processes train: {len(left)}")
+                waits = True
                 time.sleep(LOOK_AGAIN_S)
                 continue
-            _say(console, f"{len(found) + 1} of {len(found) + len(left)}: {case.name}, seed {seed}")
-            one = _one(case, seed, folder, pod, options, console)
-            if one is not None:
-                left.remove((case, seed))
-                found[case.name, seed] = {"seed": seed} | one
-                result = spread.summarize(study, _by_case(study, found))
-                pods.by_the_first(partial(_write, folder, study, result))
+            with claim:
+                _say(console, f"{len(found) + 1} of {len(found) + len(left)}: {case.name}, seed {seed}")
+                found[case.name, seed] = {"seed": seed} | _one(case, seed, folder, pod, options, console)
+            left.remove((case, seed))
+            result = spread.summarize(study, _by_case(study, found))
+            pods.by_the_first(partial(_write, folder, study, result))
     return result
 
 
-def _free(folder: Path, case: Case, seed: int) -> bool:
-    """Whether no other process is at it just now. Processes of one pod do everything together, in the same order."""
-    return jax.process_count() > 1 or Claim(_place(folder, case, seed)).free()
+def _claimed(folder: Path, left: list[tuple[Case, int]]) -> Iterator[tuple[Case, int, Claim]]:
+    """Those that no other process is at, each claimed. Processes of one pod do all together, and claim nothing."""
+    for case, seed in left:
+        claim = Claim(folder / "claims" / _place(folder, case, seed).name)
+        try:
+            if jax.process_count() == 1:
+                claim.take()
+        except UserError:  # another process has it
+            continue
+        yield case, seed, claim
 
 
 def _place(folder: Path, case: Case, seed: int) -> Path:
@@ -59,25 +69,23 @@ def _place(folder: Path, case: Case, seed: int) -> Path:
 
 def _by_case(study: Study, found: dict[tuple[str, int], dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What is there so far, in the study's order."""
-    there = {
-        case.name: [(case.name, seed) for seed in study.seeds if (case.name, seed) in found] for case in study.cases
-    }
     return {
-        case.name: {"values": case.values, "runs": [found[one] for one in there[case.name]]} for case in study.cases
+        case.name: {
+            "values": case.values,
+            "runs": [found[case.name, seed] for seed in study.seeds if (case.name, seed) in found],
+        }
+        for case in study.cases
     }
 
 
-def _one(case: Case, seed: int, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any] | None:
-    """What a training came to: the part of its summary that studies compare, or one sentence on why it did not; None
-    if another process was quicker to take it."""
+def _one(case: Case, seed: int, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any]:
+    """What a training came to: the part of its summary that studies compare, or one sentence on why it did not."""
     place = _place(folder, case, seed)
     summary = finished(place)
     if summary is None:
         try:
             summary = train.train(case.seeded(seed), pod=pod, options=options, folder=place, console=console)
         except (UserError, DivergedError) as error:
-            if not _free(folder, case, seed):
-                return None
             _say(console, f"no result: {error}")
             return {"run": place.name, "error": str(error)}
     else:
@@ -95,9 +103,12 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def _write(folder: Path, study: Study, result: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "study.json", to_json(result))
-    write_atomically(folder / "study.svg", spread.draw(study, result))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "study.json", to_json(result))
+        write_atomically(folder / "study.svg", spread.draw(study, result))
+    except OSError as error:
+        raise UserError(f"cannot write the table in {folder}: {error.strerror}; the same command goes on") from None
 
 
 @contextmanager
