@@ -1,13 +1,16 @@
-"""The estimate of a device's memory."""
+"""The estimate of a device's memory, and what is said where it is full."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
+import podscale
 from podscale import memory, models, optim
 from podscale import recipe as recipes
-from podscale.errors import UserError
+from podscale.errors import UserError, memory_told
 from podscale.models.functional import functional
 from podscale.options import Options
 from podscale.pod import named
@@ -72,3 +75,21 @@ def test_bfloat16_halves_the_activations():
         for p in ("float32", "bfloat16")
     )
     assert jnp.allclose(wide / narrow, 2.0, rtol=0.05)
+
+
+def test_a_full_device_is_told_in_a_sentence(tmp_path):
+    def take_all(event):
+        if event.kind == "train":
+            jax.block_until_ready(jnp.zeros(10**13))
+
+    recipe = recipes.load("digits").override({"train.epochs": 1, "model.width": 4})
+    pod, console = podscale.find_pod(virtual="1x1"), Console(quiet=True)
+    with pytest.raises(
+        UserError, match=r"a device's memory is full \(40000000000000 bytes more .* --plan.micro_batches"
+    ):
+        podscale.train(recipe, pod=pod, folder=tmp_path / "run", console=console, callbacks=[take_all])
+
+
+def test_other_errors_keep_their_own_words():
+    with pytest.raises(RuntimeError, match=r"^enough$"), memory_told():
+        raise RuntimeError("enough")

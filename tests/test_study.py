@@ -251,6 +251,11 @@ def test_a_training_without_a_result_leaves_the_others_theirs(written, tmp_path)
     assert "loss or gradient were no number" in result["cases"][2]["runs"][0]["error"]
     assert "2 of the trainings have no result; the first: none, seed 0: data.path no.npz" in spread.failures(result)
     assert spread.rows(result)[0][1:] == ["-", "-", "-", "-", "0"]
+    with (tmp_path / "again").open("w") as log:
+        again = running.run(study, tmp_path / "runs", pod, Options(), Console(file=log, width=1000))
+    diverged = tmp_path / "runs" / result["cases"][2]["runs"][0]["run"]
+    assert f"diverged before: {diverged}" in (tmp_path / "again").read_text()
+    assert again["cases"][2]["runs"][0]["error"] == f"it diverged; {diverged / 'diverged'} tells how"
 
 
 def test_cases_without_numbers_stand_side_by_side(written):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO, cast
 
 from podscale import completion, data_verbs
 from podscale import verbs as do
-from podscale.errors import DivergedError, PreemptedError, UserError, nearest
+from podscale.errors import DivergedError, PreemptedError, UserError, memory_told, nearest
 from podscale.options import Options, PodOptions
 from podscale.recipe import SECTIONS
 from podscale.run import to_json
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        with _kept_clean() if arguments.json else nullcontext(sys.stdout) as stdout:
+        with memory_told(), _kept_clean() if arguments.json else nullcontext(sys.stdout) as stdout:
             result = arguments.verb(arguments)
             if arguments.json and do.speaks():
                 print(to_json(result), file=stdout, flush=True)

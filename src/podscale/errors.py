@@ -7,7 +7,9 @@ Anything else that escapes is our own mistake and keeps its traceback.
 
 import difflib
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -24,6 +26,22 @@ class PreemptedError(Exception):
 
 class DivergedError(Exception):
     """A run has no number to learn from any more, and going back did not help."""
+
+
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """What JAX raises where a device's memory is full becomes a sentence."""
+    try:
+        yield
+    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one; this module does without JAX
+        words = str(error)
+        if not words.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        wanted = re.search(r"allocat\w+ ([\d.]+ ?\w+)", words)
+        raise UserError(
+            f"a device's memory is full{f' ({wanted[1]} more were wanted)' if wanted else ''}: with a higher "
+            "--plan.micro_batches training needs less and learns the same; other programs may be on the device, too"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

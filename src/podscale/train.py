@@ -20,7 +20,7 @@ from podscale import pod as pods
 from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
 from podscale.data import loader
 from podscale.divergence import WentBackError, answered, kept, left_out
-from podscale.errors import PreemptedError, UserError
+from podscale.errors import PreemptedError, UserError, memory_told
 from podscale.events import Callback
 from podscale.faults import OddReplicaError, Replicas, Stop
 from podscale.forecast import chips, choice
@@ -84,7 +84,8 @@ def train(
     listeners = Listeners(callbacks, track)
     while True:
         try:
-            return _session(recipe, pod, options, model, folder, until, console, allow_changed, listeners)
+            with memory_told():
+                return _session(recipe, pod, options, model, folder, until, console, allow_changed, listeners)
         except OddReplicaError as error:
             returns += 1
             if returns > MOST_RETURNS:

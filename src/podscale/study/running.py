@@ -12,6 +12,7 @@ from rich.console import Console
 
 from podscale import pod as pods
 from podscale import train
+from podscale.divergence import BUNDLE
 from podscale.errors import DivergedError, UserError
 from podscale.options import Options
 from podscale.pod import Pod
@@ -82,6 +83,9 @@ def _one(case: Case, seed: int, folder: Path, pod: Pod, options: Options, consol
     """What a training came to: the part of its summary that studies compare, or one sentence on why it did not."""
     place = _place(folder, case, seed)
     summary = finished(place)
+    if summary is None and (place / BUNDLE).exists():
+        _say(console, f"diverged before: {place}")
+        return {"run": place.name, "error": f"it diverged; {place / BUNDLE} tells how"}
     if summary is None:
         try:
             summary = train.train(case.seeded(seed), pod=pod, options=options, folder=place, console=console)
