@@ -49,7 +49,7 @@ def text(runs: Sequence[Run]) -> str:
         "compare.html",
         SCRIPTS,
         {"runs": curves},
-        names=escape(", ".join(names)),
+        name=escape(", ".join(names)),
         switches=switches,
         results=table(("", *names), _results(runs), "results of the runs"),
         recipes=_differences(names, [run.recipe.to_dict() for run in runs], "recipes"),

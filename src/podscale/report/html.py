@@ -16,11 +16,14 @@ from string import Template
 from typing import Any
 
 
-def document(template: str, scripts: Sequence[str], data: Any, **parts: str) -> str:
-    """A whole page: a template filled with `parts`, which are HTML, and with `data` for its scripts."""
+def document(template: str, scripts: Sequence[str], data: Any, *, name: str, **parts: str) -> str:
+    """A whole page: a template filled with `name` and `parts`, which are HTML, and with `data` for its scripts."""
     style, script = part("page.css"), "\n".join(part(name) for name in scripts)
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
-    page = Template(part(template)).substitute(policy=policy, style=style, script=script, data=embedded(data), **parts)
+    body = Template(part(template)).substitute(name=name, **parts)
+    page = Template(part("frame.html")).substitute(
+        name=name, policy=policy, style=style, body=body, script=script, data=embedded(data)
+    )
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
