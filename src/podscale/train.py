@@ -5,8 +5,9 @@ import math
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,23 +258,30 @@ def _train_from(start: int, job: Job, checkpoints: Checkpoints, teller: Teller, 
                     checkpoints.wait()
                 raise PreemptedError(done.stop)
     with ledger.measure("checkpoint"):
-        _keep_last(partial(checkpoints.save, done.stop, saveable(job, state), accuracy), done.stop, checkpoints, teller)
+        save = partial(checkpoints.save, done.stop, saveable(job, state), accuracy)
+        _keep_last(save, done.stop, checkpoints, teller, asked=map(stop.after, count(number + 1)))
     return teller.summary(done.stop)
 
 
-def _keep_last(save: Callable[[], None], step: int, checkpoints: Checkpoints, teller: Teller) -> None:
-    """Returns once the state after the last step is on disk. A full disk is waited for, as long as for a stuck run."""
+def _keep_last(
+    save: Callable[[], None], step: int, checkpoints: Checkpoints, teller: Teller, asked: Iterator[bool]
+) -> None:
+    """Returns once the state after the last step is on disk.
+
+    A full disk is waited for, as long as for a stuck run, or until the run is `asked` to stop.
+    """
     limit_s = teller.plan.timeout_s or math.inf
     began = time.monotonic()
     while True:
         with teller.bearing(NotSavedError):
             checkpoints.wait()
-        verdict = pods.first_ones(2 * checkpoints.holds(step) + (time.monotonic() - began > limit_s))
+        waited_s = time.monotonic() - began
+        verdict = pods.first_ones(2 * checkpoints.holds(step) + (waited_s > limit_s))
         if verdict > 1:
             return
-        if verdict:
+        if verdict or next(asked):
             raise UserError(
-                f"{teller.run.folder} had no room for the last checkpoint in {limit_s:.0f} s; make room and give the "
+                f"{teller.run.folder} had no room for the last checkpoint in {waited_s:.0f} s; make room and give the "
                 f"same command again: it goes on after step {checkpoints.newest() or 0}"
             )
         time.sleep(TRY_AGAIN_S)
