@@ -90,6 +90,32 @@ def test_a_full_device_is_told_in_a_sentence(tmp_path):
         podscale.train(recipe, pod=pod, folder=tmp_path / "run", console=console, callbacks=[take_all])
 
 
-def test_other_errors_keep_their_own_words():
-    with pytest.raises(RuntimeError, match=r"^enough$"), memory_told():
-        raise RuntimeError("enough")
+TPU = "Ran out of memory in memory space"
+FULL = {
+    "Out of memory while trying to allocate 18.98GiB with allocator GPU_0_bfc on device 0.": "(18.98GiB more",
+    "Error allocating device buffer: Attempting to allocate 1.00G. That was not possible.": "(1.00G more",
+    f"XLA:TPU compile permanent error. {TPU} hbm. Used 17.00G of 15.48G hbm.": "is full: ",
+}
+
+
+@pytest.mark.parametrize("words", FULL)
+def test_what_gpus_and_tpus_say_of_their_memory_is_understood(words):
+    with pytest.raises(UserError) as error, memory_told():
+        raise RuntimeError(f"RESOURCE_EXHAUSTED: {words}")
+    assert FULL[words] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "enough",
+        "INTERNAL: Out of memory",
+        "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 245768, available: 232448",
+        f"RESOURCE_EXHAUSTED: {TPU} vmem. It should not be possible to run out of vmem",
+        "RESOURCE_EXHAUSTED: Error writing checkpoint: No space left on device",
+    ],
+)
+def test_what_else_runs_out_keeps_its_own_words(words):
+    with pytest.raises(RuntimeError) as error, memory_told():
+        raise RuntimeError(words)
+    assert str(error.value) == words

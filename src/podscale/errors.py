@@ -28,6 +28,12 @@ class DivergedError(Exception):
     """A run has no number to learn from any more, and going back did not help."""
 
 
+# What XLA says of a device's memory. A kernel's own memory and a disk run out under the same name, and are not meant.
+FULL = re.compile(
+    r"RESOURCE_EXHAUSTED: .*([Oo]ut of memory(?! in memory space [sv]mem)|allocating device buffer)", re.S
+)
+
+
 @contextmanager
 def memory_told() -> Iterator[None]:
     """What JAX raises where a device's memory is full becomes a sentence."""
@@ -35,7 +41,7 @@ def memory_told() -> Iterator[None]:
         yield
     except RuntimeError as error:  # jax.errors.JaxRuntimeError is one; this module does without JAX
         words = str(error)
-        if not words.startswith("RESOURCE_EXHAUSTED"):
+        if not FULL.match(words):
             raise
         wanted = re.search(r"allocat\w+ ([\d.]+ ?\w+)", words)
         raise UserError(
