@@ -18,9 +18,15 @@ def _own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def _programs_kept(tmp_path_factory, request):
-    """What one process that a test starts has compiled, the next need not."""
+    """What one process has compiled, be it pytest's or one that a test starts, the next need not."""
     own = tmp_path_factory.getbasetemp()
     common = own.parent if hasattr(request.config, "workerinput") else own
+    settings = {
+        "jax_compilation_cache_dir": str(common / "programs"),
+        "jax_persistent_cache_min_compile_time_secs": 0.3,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(common / "programs"))
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
         yield
