@@ -1,0 +1,48 @@
+"""What `benchmarks/large_batch.py` chooses is what was best on held-out pictures, for each optimizer and batch."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from podscale.study import grid
+
+ROOT = Path(__file__).parents[1]
+PEAKS = ROOT / "studies" / "imagewoof-peaks.toml"
+BEST = {
+    ("muon", 64): "Muon, 64: peak 0.2, head 0.02, biases 0.2",
+    ("muon", 1024): "Muon, 1024: peak 2.4, head 0.08, biases 1.6",
+    ("sgd", 512): "SGD, 512: peak 0.8, head 0.06",
+    ("lars", 256): "LARS, 256: peak 8, biases 0.4",
+}
+
+
+@pytest.fixture(scope="module")
+def large_batch():
+    spec = importlib.util.spec_from_file_location("large_batch", ROOT / "benchmarks" / "large_batch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_best_of_each_is_trained_on_all_pictures(large_batch, tmp_path):
+    tried = grid.load(PEAKS)
+    results = {case.name: {"mean": 0.7 if case.name in BEST.values() else 0.6} for case in tried.cases}
+    results["Muon, 512: peak 0.8, head 0.06, biases 0.8"]["mean"] = None  # it diverged
+    file = tmp_path / "batch.toml"
+    file.write_text(large_batch.batches(PEAKS, tried, results))
+    chosen = {(case.values["case"], case.values["batch.size"]): case.recipe for case in grid.load(file).cases}
+    assert len(chosen) == 16
+    recipes = {case.name: case.recipe.override({"data.hold_out": 0.0}) for case in tried.cases}
+    for (optimizer, size), name in BEST.items():
+        assert chosen[large_batch.NAMES[optimizer], size] == recipes[name]
+    assert chosen["Muon", 512] == recipes["Muon, 512: peak 1.6, head 0.06, biases 0.8"]
+    scaled = recipes[BEST["lars", 256]].override({"optimizer.form": "scaled"})
+    assert chosen["LARS, scaled momentum", 256] == scaled
+
+
+def test_the_largest_batch_that_loses_so_little(large_batch):
+    row = {64: {"mean": 0.78}, 256: {"mean": 0.776}, 512: {"mean": 0.778}, 1024: {"mean": None}}
+    assert large_batch.largest(row, 0.78, 0.3) == "512"
+    assert large_batch.largest(row, 0.78, 0.1) == "64"
+    assert large_batch.largest(row, 0.8, 0.3) == "none"
