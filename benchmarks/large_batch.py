@@ -14,6 +14,7 @@ have the GPU to themselves for that. What is done stays done: the same command g
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from podscale.divergence import BUNDLE
 from podscale.errors import UserError
 from podscale.study import grid
 from podscale.study.grid import Case, Study
@@ -45,11 +47,13 @@ def main() -> None:
     parser.add_argument("--points", type=float, default=0.3, help="of accuracy that a larger batch may lose")
     parser.add_argument("--minutes", type=float, default=0, help="after which to stop; 0: never")
     arguments = parser.parse_args()
+    if arguments.processes < 1:
+        parser.error("--processes must be at least 1")
+    if not all(seed.isdecimal() for seed in arguments.seeds.split(",")):
+        parser.error(f"--seeds are whole numbers with commas, not {arguments.seeds!r}")
+    study = settings(arguments.peaks)
     arguments.run.mkdir(parents=True, exist_ok=True)
     arguments.deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
-    study = grid.load(arguments.peaks)
-    if not all(case.recipe.data.hold_out for case in study.cases):
-        raise SystemExit(f"{arguments.peaks} chooses by the validation set; give it {HOLD_OUT}")
     if shutil.which("nvidia-smi"):
         tune(arguments, study)
     train(arguments, arguments.peaks, "peaks")
@@ -57,6 +61,26 @@ def main() -> None:
     chosen.write_text(batches(arguments.peaks, study, found(arguments.run / "peaks")))
     train(arguments, chosen, "batch", "--seeds", arguments.seeds)
     tell(arguments, grid.load(chosen), found(arguments.run / "batch"))
+
+
+def settings(peaks: Path) -> Study:
+    """The study of settings, if it can be chosen from."""
+    study = grid.load(peaks)
+    if not all(case.recipe.data.hold_out for case in study.cases):
+        raise SystemExit(f"{peaks} chooses by the validation set; give it {HOLD_OUT}")
+    if set(tomllib.loads(peaks.read_text())) - {"recipe", "seeds", "set", "case"}:
+        raise SystemExit(f"{peaks} must have a [[case]] for every setting, and no grid")
+    tried = {place(case) for case in study.cases}
+    for name, size in itertools.product(*map(sorted, map(set, zip(*tried, strict=True)))):
+        if (name, size) not in tried:
+            raise SystemExit(f"{peaks} has no setting of {name} for batches of {size}")
+    return study
+
+
+def place(case: Case) -> tuple[str, int]:
+    """The optimizer and the batch, for which the best setting is looked for."""
+    name = case.recipe.optimizer.name
+    return NAMES.get(name, name), case.recipe.batch.size
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -82,15 +106,29 @@ def train(arguments: argparse.Namespace, study: Path, name: str, *more: str, pro
     logs = [(arguments.run / f"{name}-{number}.log").open("a") for number in range(count)]
     began = [subprocess.Popen(command, env=os.environ | kept | part, stdout=log, stderr=log) for log in logs]
     print(f"{name}: {count} at a time; they write to {logs[0].name}", flush=True)
-    while any(one.poll() is None for one in began):
-        time.sleep(0.2)
-        if time.monotonic() > arguments.deadline:
-            for one in began:
-                one.send_signal(signal.SIGTERM)
-                one.wait()
-            raise SystemExit("the time is up; the same command goes on")
-    if not any(case["count"] for case in found(arguments.run / name).values()):  # that some diverge is to be expected
-        raise SystemExit(f"nothing could be trained; {logs[0].name} says why")
+    try:
+        while any(one.poll() is None for one in began):
+            time.sleep(0.2)
+            if time.monotonic() > arguments.deadline:
+                raise SystemExit("the time is up; the same command goes on")
+    finally:  # also where this one is interrupted: none is left behind
+        for one in began:
+            one.send_signal(signal.SIGTERM)
+        for one in began:
+            one.wait()
+    why = unfinished(arguments.run / name)
+    if why:
+        raise SystemExit(f"not all of {study} was trained: {why}; {logs[0].name} has more")
+
+
+def unfinished(folder: Path) -> str:
+    """Why a study lacks a result; empty if it does not. That a training diverged is a result."""
+    cases = found(folder).values()
+    counts = {len(case["runs"]) for case in cases}
+    if len(counts) != 1 or 0 in counts:
+        return "its processes ended before"
+    failed = [run for case in cases for run in case["runs"] if "error" in run]
+    return next((run["error"] for run in failed if not (folder / run["run"] / BUNDLE).exists()), "")
 
 
 def found(folder: Path) -> dict[str, dict[str, Any]]:
@@ -106,9 +144,8 @@ def batches(peaks: Path, study: Study, results: dict[str, dict[str, Any]]) -> st
     """The study of larger batches: for each optimizer and batch, what was best."""
     best: dict[tuple[str, int], Case] = {}
     for case in study.cases:
-        place = NAMES[case.recipe.optimizer.name], case.recipe.batch.size
-        if place not in best or accuracy(results, case) > accuracy(results, best[place]):
-            best[place] = case
+        if place(case) not in best or accuracy(results, case) > accuracy(results, best[place(case)]):
+            best[place(case)] = case
     tables = tomllib.loads(peaks.read_text())
     own = {case["name"]: grid.flat(case["set"], "set") for case in tables["case"]}
     named = list(dict.fromkeys(name for name, _ in best))
@@ -183,5 +220,5 @@ def largest(row: dict[int, dict[str, Any]], small: float, points: float) -> str:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
         raise SystemExit(str(error)) from None

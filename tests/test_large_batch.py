@@ -1,6 +1,7 @@
 """What `benchmarks/large_batch.py` chooses is what was best on held-out pictures, for each optimizer and batch."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,43 @@ def test_the_best_of_each_is_trained_on_all_pictures(large_batch, tmp_path):
     assert chosen["Muon", 512] == recipes["Muon, 512: peak 1.6, head 0.06, biases 0.8"]
     scaled = recipes[BEST["lars", 256]].override({"optimizer.form": "scaled"})
     assert chosen["LARS, scaled momentum", 256] == scaled
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (
+            "has no setting of SGD for batches of 64",
+            {'set.batch.size = 64\nset.optimizer.name = "sgd"': 'set.batch.size = 256\nset.optimizer.name = "sgd"'},
+        ),
+        ("chooses by the validation set", {"data.hold_out = 0.1\n": ""}),
+        ("and no grid", {"[[case]]": "[grid]\ntrain.epochs = [1, 2]\n\n[[case]]"}),
+    ],
+)
+def test_what_nothing_can_be_chosen_from_is_refused(large_batch, tmp_path, words, changes):
+    text = PEAKS.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1 if "grid" in new else -1)
+    file = tmp_path / "peaks.toml"
+    file.write_text(text)
+    with pytest.raises(SystemExit, match=words):
+        large_batch.settings(file)
+
+
+def test_only_what_diverged_may_lack_a_result(large_batch, tmp_path):
+    def why(*runs):
+        (tmp_path / "study.json").write_text(
+            json.dumps({"cases": [{"case": str(i), "runs": r} for i, r in enumerate(runs)]})
+        )
+        return large_batch.unfinished(tmp_path)
+
+    assert large_batch.unfinished(tmp_path) == "its processes ended before"
+    done, failed = {"run": "one", "accuracy": 0.5}, {"run": "two", "error": "no pictures"}
+    assert why([done], []) == "its processes ended before"
+    assert why([done], [failed]) == "no pictures"
+    (tmp_path / "two" / "diverged").mkdir(parents=True)
+    assert not why([done], [failed])
 
 
 def test_the_largest_batch_that_loses_so_little(large_batch):

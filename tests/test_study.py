@@ -264,3 +264,18 @@ def test_cases_without_numbers_stand_side_by_side(written):
     runs = {name: {"values": {"case": name}, "runs": [{"seed": 0, "accuracy": 0.5}]} for name in "ab"}
     drawn = spread.draw(study, spread.summarize(study, runs))
     assert all(f">{label}<" in drawn for label in ("1", "2", "1: a", "2: b", "case"))
+
+
+def test_programs_are_kept_in_the_studys_folder_unless_they_are_kept_elsewhere(tmp_path):
+    with running._programs_kept(tmp_path / "elsewhere"):  # pytest's own are
+        jax.jit(lambda x: 3 * x + 1)(2.0)
+    assert not (tmp_path / "elsewhere").exists()
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with running._programs_kept(tmp_path / "here"):
+            jax.jit(lambda x: 3 * x + 2)(2.0)
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert [file for file in (tmp_path / "here").iterdir() if "lambda" in file.name]

@@ -12,14 +12,13 @@ from processes import alone, assert_same_to_rounding, environment, started, succ
 from slurm import missing, slurm
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = "digits --model.width 8 --model.precision float64 --train.epochs 1 --train.eval_epochs 1 --json".split()
-SPLIT = [*SETTINGS, "--pod.virtual", "2x2"]  # two processes with two devices each
+SETTINGS = "digits --model.width 8 --model.precision float64 --train.epochs 2 --train.eval_epochs 1 --json".split()
 LONGER = [*SETTINGS, "--train.epochs", "3"]
-STEPS, LONGER_STEPS = 12, 34
+STEPS, LONGER_STEPS = 23, 34
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
 NO_MPI = "" if shutil.which("mpirun") else "needs Debian's openmpi-bin: there is no mpirun"
 NO_SLURM = missing()
-MPIRUN = "mpirun -n 2 --oversubscribe"
+PROCESSES = [2, pytest.param(4, marks=pytest.mark.slow)]  # of a pod of four devices
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -43,23 +42,26 @@ def cluster(tmp_path_factory):
         yield found
 
 
-@pytest.mark.processes(2)
+@pytest.mark.processes(4)
+@pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
-def test_mpirun_trains_what_one_process_trains(tmp_path, one_process):
-    command = [ROOT / "examples" / "mpi.sh", *SPLIT, "--run", tmp_path / "run"]
-    out, err = succeeded(started(command, PATH=PATH, MPIRUN=MPIRUN, **AS_ROOT))
+def test_mpirun_trains_what_one_process_trains(tmp_path, one_process, processes):
+    command = [ROOT / "examples" / "mpi.sh", *SETTINGS, "--pod.virtual", "2x2", "--run", tmp_path / "run"]
+    out, err = succeeded(started(command, PATH=PATH, MPIRUN=f"mpirun -n {processes} --oversubscribe", **AS_ROOT))
     assert json.loads(out)["steps"] == STEPS
-    assert "cpu, 2x2 torus, 2 hosts" in err
+    assert f"cpu, 2x2 torus, {processes} hosts" in err
     assert_same_to_rounding(tmp_path / "run", one_process(SETTINGS))
 
 
-@pytest.mark.processes(2)
+@pytest.mark.processes(4)
+@pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
-def test_srun_trains_what_one_process_trains(tmp_path, cluster, one_process):
-    command = ["srun", "-n", "2", "--overcommit", "podscale", "train", *SPLIT, "--run", tmp_path / "run"]
+def test_srun_trains_what_one_process_trains(tmp_path, cluster, one_process, processes):
+    command = ["srun", "-n", str(processes), "--overcommit", "podscale", "train", *SETTINGS, "--pod.virtual", "2x2"]
+    command += ["--run", tmp_path / "run"]
     out, err = succeeded(started(command, PATH=PATH, **cluster.environment))
     assert json.loads(out)["steps"] == STEPS
-    assert "cpu, 2x2 torus, 2 hosts" in err
+    assert f"cpu, 2x2 torus, {processes} hosts" in err
     assert_same_to_rounding(tmp_path / "run", one_process(SETTINGS))
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from podscale import pod as pods
 from podscale import train
 from podscale.divergence import BUNDLE
 from podscale.errors import DivergedError, UserError
+from podscale.job import programs_kept_in
 from podscale.options import Options
 from podscale.pod import Pod
 from podscale.run import Claim, Run, to_json, write_atomically
@@ -115,16 +116,9 @@ def _write(folder: Path, study: Study, result: dict[str, Any]) -> None:
         raise UserError(f"cannot write the table in {folder}: {error.strerror}; the same command goes on") from None
 
 
-@contextmanager
-def _programs_kept(folder: Path) -> Iterator[None]:
+def _programs_kept(folder: Path) -> AbstractContextManager[None]:
     """Cases that differ in their seed alone are compiled once, even by different processes."""
-    before = jax.config.values["jax_compilation_cache_dir"]
-    if not before:
-        jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    return nullcontext() if jax.config.values["jax_compilation_cache_dir"] else programs_kept_in(folder)
 
 
 def _say(console: Console, text: str) -> None:
