@@ -38,7 +38,7 @@ def main(photos: Path) -> None:
 
     small = {"data.path": str(photos), "data.image_size": 32, "model.name": "resnet8", "model.stem": "small"}
     small |= {"model.width": 16, "model.precision": "float32", "batch.size": 20, "batch.span": 20}
-    small |= {"train.epochs": 8, "train.eval_epochs": 4, "schedule.peak": 0.05, "schedule.scale_batch": 0}
+    small |= {"train.epochs": 24, "train.eval_epochs": 8, "schedule.scale_batch": 0}
     recipe = podscale.load_recipe("imagefolder").override(small)
     show.write(recipe, Path("samples.png"), count=20)  # what the model will see
 

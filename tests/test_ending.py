@@ -107,7 +107,7 @@ def test_ctrl_c_while_loading_leaves_nothing_behind(tmp_path, cache):
     more = (
         f"--batch.size 16 --batch.span 16 --train.epochs 10000 --train.eval_epochs 10000 --plan.cache {cache}".split()
     )
-    arguments = ["imagefolder", "--data.path", str(data), *TINY, *more, "--run", str(run)]
+    arguments = ["finetune", "--data.path", str(data), *TINY, *more, "--run", str(run)]
     process = start(*arguments, TMPDIR=str(tmp_path / "tmp"))
     deadline = time.monotonic() + TIMEOUT_S
     while '"train"' not in text(run / "metrics.jsonl") and process.poll() is None and time.monotonic() < deadline:
@@ -135,7 +135,7 @@ def test_a_picture_that_breaks_in_the_middle_is_one_sentence(tmp_path):
     broken = data / "train" / "dogs" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:-500])
     more = "--batch.size 16 --batch.span 16 --train.epochs 4 --plan.steps_per_call 1".split()
-    arguments = ["imagefolder", "--data.path", str(data), *TINY, *more, "--run", str(run)]
+    arguments = ["finetune", "--data.path", str(data), *TINY, *more, "--run", str(run)]
     process = start(*arguments, TMPDIR=str(tmp_path / "tmp"))
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
@@ -162,7 +162,7 @@ def test_when_one_process_cannot_go_on_none_is_left_waiting(tmp_path):
         port = probe.getsockname()[1]
     settings = "--model.name resnet8 --model.stem small --model.width 8 --data.image_size 16 --train.epochs 4".split()
     settings += f"--batch.size 16 --batch.span 16 --coordinator 127.0.0.1:{port} --processes 2".split()
-    arguments = ["imagefolder", "--data.path", str(data), *settings, "--run", str(tmp_path / "run")]
+    arguments = ["finetune", "--data.path", str(data), *settings, "--run", str(tmp_path / "run")]
     processes = [start(*arguments, "--process", str(i)) for i in range(2)]
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
     assert all(process.returncode for process in processes)

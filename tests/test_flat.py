@@ -23,7 +23,7 @@ from podscale.options import Options
 path, kind = sys.argv[1:]
 changes = {"model.name": "resnet8", "model.stem": "small", "model.width": 8, "data.image_size": 96, "data.path": path}
 changes |= {"batch.size": 32, "batch.span": 32, "train.epochs": 10}
-recipe = recipes.override(recipes.load("imagefolder"), changes)
+recipe = recipes.override(recipes.load("finetune"), changes)
 options = Options(cache=kind, steps_per_call=1)
 found = job.cached(job.prepare(recipe, pod.find(), options), options)
 assert job.input_facts(found)["cache"] == {"train": kind, "val": kind}

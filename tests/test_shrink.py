@@ -25,7 +25,7 @@ TINY |= {"batch.size": 4, "batch.span": 4, "train.epochs": 1, "train.eval_epochs
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     root = writers.write_folder(tmp_path_factory.mktemp("shrink"))
-    return recipes.override(recipes.load("imagefolder"), TINY | {"data.path": str(root), "data.shrink": LONGEST})
+    return recipes.override(recipes.load("finetune"), TINY | {"data.path": str(root), "data.shrink": LONGEST})
 
 
 def shrunk(picture):

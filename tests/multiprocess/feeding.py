@@ -22,7 +22,7 @@ def main(path, out, start, stop, kinds, *join):
     jax.config.update("jax_platforms", "cpu")
     if join:
         pod.join(join[0], int(join[1]), int(join[2]))
-    recipe = recipes.override(recipes.load("imagefolder"), CHANGES | {"data.path": path})
+    recipe = recipes.override(recipes.load("finetune"), CHANGES | {"data.path": path})
     bare = job.prepare(recipe, pod.find(), Options(steps_per_call=1))
     arrays = {}
     for kind in kinds.split(","):

@@ -86,7 +86,7 @@ def one(data, tmp_path_factory):
 
 def test_one_host_is_fed_what_the_order_says_whatever_it_keeps(data, one):
     index = open_index(recipes.Data(source="folder", path=str(data))).train
-    recipe = recipes.load("imagefolder")
+    recipe = recipes.load("finetune")
     order = Order(len(index), LANES, BATCH, SEED)
     samples, passes = order.at(np.arange(START, STOP)[:, None], np.arange(BATCH))
     assert {0, 1} == set(passes.ravel().tolist())
