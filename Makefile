@@ -29,15 +29,21 @@ docs: $(VENV)/.installed-dev ## the documentation as a site, in build/site
 bench: $(VENV)/.installed ## the training step on this machine
 	$(BIN)/podscale bench step
 
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard native/*)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "podscale needs Python 3.11 or newer, not " + sys.version.split()[0])'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+PARTS := pyproject.toml setup.py $(wildcard native/*)
+
+$(VENV)/.installed: $(PARTS)
+	$(call install,.)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@touch $@
+$(VENV)/.installed-dev: $(PARTS)
+	$(call install,.[dev])
+	@touch $(VENV)/.installed $@
+
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "podscale needs Python 3.11 or newer, not " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '$(1)'
+endef
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/podscale/data/_native*.so

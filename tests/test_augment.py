@@ -71,7 +71,7 @@ def test_erasing_clears_one_rectangle_with_the_given_chance(batch):
     assert 0.25 < touched < 0.32  # a rectangle may be too thin to hold a pixel
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("parts", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 def test_any_split_of_the_batch_sees_the_same_things(batch, parts):
     wanted = recipe(mixup=0.4, erase=0.5)
     whole = prepared(wanted, batch)

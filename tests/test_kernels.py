@@ -204,7 +204,11 @@ def trained(net, params, stats, images, groups, kernels):
     return jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
 
 
-STEMS = [(BasicBlock, "small", 32), (BottleneckBlock, "space_to_depth", 32), (BottleneckBlock, "space_to_depth", 34)]
+STEMS = [
+    (BasicBlock, "small", 32),
+    pytest.param(BottleneckBlock, "space_to_depth", 32, marks=pytest.mark.slow),
+    (BottleneckBlock, "space_to_depth", 34),
+]
 
 
 @pytest.mark.parametrize(("block", "stem", "size"), STEMS)

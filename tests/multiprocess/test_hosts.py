@@ -102,7 +102,7 @@ def test_one_host_is_fed_what_the_order_says_whatever_it_keeps(data, one):
 
 @pytest.mark.processes(2)
 @pytest.mark.processes(4)
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_any_number_of_hosts_is_fed_the_same_and_each_reads_its_own_lanes(data, one, tmp_path, hosts):
     parts, found = fed(data, tmp_path, hosts)
     for kind in KINDS:
@@ -115,7 +115,7 @@ def test_any_number_of_hosts_is_fed_the_same_and_each_reads_its_own_lanes(data, 
 
 
 @pytest.mark.processes(2)
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_after_a_resume_in_mid_epoch_it_goes_on_as_if_it_had_not_stopped(data, one, tmp_path, hosts):
     _, found = fed(data, tmp_path, hosts, start=RESUMED, kinds=("none", "decoded"))
     for kind in ("none", "decoded"):
