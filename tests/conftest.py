@@ -23,7 +23,7 @@ def _programs_kept(tmp_path_factory, request):
     common = own.parent if hasattr(request.config, "workerinput") else own
     settings = {
         "jax_compilation_cache_dir": str(common / "programs"),
-        "jax_persistent_cache_min_compile_time_secs": 0.3,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():

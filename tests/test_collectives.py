@@ -19,6 +19,11 @@ CORES = [(1, 1, 2), (2, 3, 2), (4, 2, 2), (2, 2, 4), (1, 4, 4), (1, 5, 3)]
 RINGS = [name for name in STRATEGIES if name != "xla"]
 
 
+def slow(*shapes):
+    """Shapes that `make test` leaves to `make test-slow`."""
+    return [pytest.param(shape, marks=pytest.mark.slow) for shape in shapes]
+
+
 def pod_mesh(rows, cols, cores=1):
     """Batch-norm tiles of two rows where they fit, so that rings run over split axes."""
     height = 2 if rows % 2 == 0 else 1
@@ -68,7 +73,7 @@ def test_integers_sum_exactly_and_floats_nearly_so(strategy, shape):
         assert (np.abs(total["real"][name] - x.astype(np.float64).sum(0)) <= bound).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 4, 1), (2, 3, 2), (3, 3, 1), (4, 4, 1)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 4, 1), *slow((2, 3, 2), (3, 3, 1)), (4, 4, 1)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_payload_is_rounded_and_the_same_on_all_replicas(strategy, shape):
     tree = draw(shape, UNEVEN)
@@ -132,7 +137,7 @@ def test_nan_and_infinity_stay_where_they_are(strategy, payload):
     np.testing.assert_array_equal(total, x.sum(0))
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 1), (3, 4, 1), (4, 4, 1)])
+@pytest.mark.parametrize("shape", [*slow((2, 5, 1), (4, 4, 1)), (3, 4, 1)])
 @pytest.mark.parametrize("strategy", RINGS)
 def test_loops_give_the_same_bits_as_unrolled_hops(strategy, shape, monkeypatch):
     tree = draw(shape, UNEVEN)

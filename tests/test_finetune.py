@@ -155,7 +155,12 @@ def test_what_cannot_be_frozen_is_refused(freeze, model, words):
 
 
 @pytest.mark.parametrize(
-    ("rule", "freeze"), [("lars", ("body",)), ("sgd", ("layers.0", "layers.2")), ("adamw", ("layers.0", "layers.2"))]
+    ("rule", "freeze"),
+    [
+        ("lars", ("body",)),
+        pytest.param("sgd", ("layers.0", "layers.2"), marks=pytest.mark.slow),
+        ("adamw", ("layers.0", "layers.2")),
+    ],
 )
 def test_frozen_layers_neither_move_nor_see_statistics(rule, freeze):
     changes = {
