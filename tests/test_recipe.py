@@ -304,6 +304,7 @@ TOML = st.text() | st.lists(LINES | st.text(max_size=8), max_size=6).map("\n".jo
 @settings(deadline=None, max_examples=300)
 @given(TOML)
 @example("'a\\nb' = 1")
+@example("#\n#")
 def test_any_toml_is_read_or_refused(text):
     try:
         tomllib.loads(text)

@@ -304,7 +304,7 @@ def opening_comment(text: str) -> str:
         if not line.startswith("#"):
             break
         lines.append(line[1:].strip())
-    return "\n".join(lines)
+    return "\n".join(lines).strip("\n")
 
 
 # --- what cannot be, whatever the machine --------------------------------------------------------------------------
