@@ -116,23 +116,19 @@ def assert_same(tree, reference, tolerance):
         assert np.abs(np.asarray(ours) - theirs).max() <= tolerance * scale, jax.tree_util.keystr(path)
 
 
-SLOW = [("1x2", 1, 1, "xla"), ("2x4", 2, 1, "torus"), ("2x2", 2, 4, "sharded")]  # what is in them, the others have too
+QUICK_IN_FLOAT32 = [("1x1", 1, 1, "xla"), ("2x2", 1, 1, "torus"), ("1x2", 1, 1, "xla")]  # float64 has them all
 
 
-def quick(pods):
-    """All pods, of which `make test` takes these."""
-    return [pytest.param(*pod, marks=[] if pod in pods else [pytest.mark.slow]) for pod in PODS]
-
-
-@pytest.mark.parametrize(("shape", "micro_batches", "steps_per_call", "summation"), quick([("2x2", 1, 1, "torus")]))
+@pytest.mark.parametrize(
+    ("shape", "micro_batches", "steps_per_call", "summation"),
+    [pytest.param(*pod, marks=[] if pod in QUICK_IN_FLOAT32 else [pytest.mark.slow]) for pod in PODS],
+)
 def test_every_pod_follows_the_same_curve_in_float32(plain_float32, shape, micro_batches, steps_per_call, summation):
     losses, _ = on_pod(small(), shape, micro_batches, steps_per_call, summation)
     np.testing.assert_allclose(losses, plain_float32[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("shape", "micro_batches", "steps_per_call", "summation"), quick([pod for pod in PODS if pod not in SLOW])
-)
+@pytest.mark.parametrize(("shape", "micro_batches", "steps_per_call", "summation"), PODS)
 def test_every_pod_is_the_same_to_the_last_digits_in_float64(
     plain_float64, shape, micro_batches, steps_per_call, summation
 ):

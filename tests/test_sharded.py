@@ -23,7 +23,7 @@ RULES = [{"name": "lars", "form": form} for form in ("mlperf", "scaled", "optax"
 RATES = {"schedule.bias_peak": 3, "schedule.head_peak": 2, "schedule.stem_epochs": 20}
 ENDS = {"stem": "conv", "head": "head"}
 SHAPES = {"conv": {"kernel": (3, 3, 2, 5), "bias": (5,)}, "scale": (1,), "head": {"kernel": (7, 3)}}
-PODS = [("2x2", 1), ("2x3", 2), pytest.param("1x4", 1, marks=pytest.mark.slow)]
+PODS = [("2x2", 1), ("2x3", 2), ("1x4", 1)]
 ROUNDING = 1e-12
 
 
@@ -97,7 +97,7 @@ def test_parts_come_back_as_they_went_with_nothing_lost():
     jax.tree.map(np.testing.assert_array_equal, again, parts)
 
 
-@pytest.mark.parametrize("payload", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("payload", collectives.PAYLOADS)
 def test_what_is_scattered_and_gathered_is_the_sum(payload):
     mesh = pod.of(jax.devices(), "2x3", 2).mesh()
     x = np.random.default_rng(0).integers(-3, 4, (12, 12, 5)).astype(np.float32)

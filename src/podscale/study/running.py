@@ -117,7 +117,10 @@ def _write(folder: Path, study: Study, result: dict[str, Any]) -> None:
 
 
 def _programs_kept(folder: Path) -> AbstractContextManager[None]:
-    """Cases that differ in their seed alone are compiled once, even by different processes."""
+    """Cases that differ in their seed alone are compiled once, even by different processes.
+
+    Not so where pictures are mixed or erased, which is drawn inside the program.
+    """
     return nullcontext() if jax.config.values["jax_compilation_cache_dir"] else programs_kept_in(folder)
 
 
