@@ -165,6 +165,7 @@ class Kill:
     finished: int  # the newest whole checkpoint
     saving: bool  # whether there was a half one
     deleting: bool
+    trained: bool  # whether the session had come to its first update
     resumed: int | None = None  # the step that the next session went on from, if it came that far
 
 
@@ -180,7 +181,8 @@ def kill(training: Training, process: subprocess.Popen, moment: str, draw: rando
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL or not came:
         return None
-    return Kill(moment, training.step(), training.finished(), bool(training.parts), training.sign.exists())
+    half, deleting, trained = bool(training.parts), training.sign.exists(), training.trains()
+    return Kill(moment, training.step(), training.finished(), half, deleting, trained)
 
 
 def _ended_within(process: subprocess.Popen, seconds: float) -> bool:
