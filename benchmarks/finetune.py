@@ -61,14 +61,16 @@ def main() -> None:
     kinds = sorted(path.name for path in (arguments.photos / "train").glob("*") if path.is_dir())
     if len(kinds) < 4:
         parser.error(f"{arguments.photos}/train needs folders of at least four kinds of photos")
-    half, folder = len(kinds) // 2, arguments.run.absolute()
+    if arguments.few < 1:
+        parser.error("--few must be at least 1")
+    half, folder, few = len(kinds) // 2, arguments.run.absolute(), f"{arguments.few}-of-each"
     linked(arguments.photos, folder / "first", kinds[:half])
     linked(arguments.photos, folder / "all", kinds[half:])
-    linked(arguments.photos, folder / "few", kinds[half:], arguments.few)
+    linked(arguments.photos, folder / few, kinds[half:], arguments.few)
     podscale("train", "imagefolder", "--data.path", folder / "first", "--run", folder / "weights", *more)
     study = folder / "study.toml"
     study.write_text(described(folder / "weights"))
-    for photos in ("all", "few"):
+    for photos in ("all", few):
         command = ["study", study, "--run", folder / f"from-{photos}", "--data.path", folder / photos]
         podscale(*command, "--seeds", arguments.seeds, *more)
 
