@@ -10,7 +10,6 @@ end. What is done stays done: the same command goes on.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +23,8 @@ train.eval_epochs = {epochs}
 
 [[case]]
 name = "imagefolder, from weights"
+recipe = "imagefolder"
 set.model.init = "{weights}"
-set.optimizer = {{ {optimizer} }}
-set.schedule = {{ {schedule} }}
 
 [[case]]
 name = "finetune, from weights"
@@ -43,8 +41,7 @@ set.model = {{ init = "{weights}", freeze = ["body"] }}
 
 [[case]]
 name = "imagefolder, from nothing"
-set.optimizer = {{ {optimizer} }}
-set.schedule = {{ {schedule} }}
+recipe = "imagefolder"
 
 [[case]]
 name = "finetune, from nothing"
@@ -69,7 +66,9 @@ def main() -> None:
     linked(arguments.photos, folder / few, kinds[half:], arguments.few)
     podscale("train", "imagefolder", "--data.path", folder / "first", "--run", folder / "weights", *more)
     study = folder / "study.toml"
-    study.write_text(described(folder / "weights"))
+    own = recipes.load("finetune")
+    changed = {"epochs": own.train.epochs, "quarter": own.schedule.peak / 4, "weights": folder / "weights"}
+    study.write_text(STUDY.format(**changed))
     for photos in ("all", few):
         command = ["study", study, "--run", folder / f"from-{photos}", "--data.path", folder / photos]
         podscale(*command, "--seeds", arguments.seeds, *more)
@@ -87,17 +86,6 @@ def linked(photos: Path, folder: Path, kinds: list[str], few: int = 0) -> None:
             for file in files:
                 if not (own / file.name).exists():
                     (own / file.name).symlink_to(file.absolute())
-
-
-def described(weights: Path) -> str:
-    """The study, with what `imagefolder` does otherwise than `finetune`."""
-    own, other = recipes.load("imagefolder").to_dict(), recipes.load("finetune").to_dict()
-    tables = {
-        name: ", ".join(f"{field} = {json.dumps(v)}" for field, v in own[name].items() if v != other[name][field])
-        for name in ("optimizer", "schedule")
-    }
-    epochs, quarter = other["train"]["epochs"], other["schedule"]["peak"] / 4
-    return STUDY.format(epochs=epochs, weights=weights, quarter=quarter, **tables)
 
 
 def podscale(*arguments: object) -> None:

@@ -68,8 +68,9 @@ def settings(peaks: Path) -> Study:
     study = grid.load(peaks)
     if not all(case.recipe.data.hold_out for case in study.cases):
         raise SystemExit(f"{peaks} chooses by the validation set; give it {HOLD_OUT}")
-    if set(tomllib.loads(peaks.read_text())) - {"recipe", "seeds", "set", "case"}:
-        raise SystemExit(f"{peaks} must have a [[case]] for every setting, and no grid")
+    tables = tomllib.loads(peaks.read_text())
+    if set(tables) - {"recipe", "seeds", "set", "case"} or any("recipe" in case for case in tables["case"]):
+        raise SystemExit(f"{peaks} must have a [[case]] for every setting, all of one recipe, and no grid")
     tried = {place(case) for case in study.cases}
     for name, size in itertools.product(*map(sorted, map(set, zip(*tried, strict=True)))):
         if (name, size) not in tried:

@@ -1,12 +1,9 @@
-"""What `benchmarks/finetune.py` compares: the two recipes as they are, and photos of one half against the other."""
+"""The photos that `benchmarks/finetune.py` learns from."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
-
-from podscale import recipe as recipes
-from podscale.study import grid
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,16 +14,6 @@ def benchmark():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_both_recipes_are_trained_as_they_are(benchmark, tmp_path):
-    file = tmp_path / "study.toml"
-    file.write_text(benchmark.described(tmp_path / "weights"))
-    cases = {case.name: case.recipe.to_dict() for case in grid.load(file).cases}
-    for name in ("imagefolder", "finetune"):
-        own = recipes.load(name).override({"train.eval_epochs": 20})
-        assert cases[f"{name}, from nothing"] == own.to_dict()
-        assert cases[f"{name}, from weights"] == own.override({"model.init": str(tmp_path / "weights")}).to_dict()
 
 
 def test_few_photos_are_spread_over_all_and_every_one_is_kept_for_validation(benchmark, tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ def test_the_best_of_each_is_trained_on_all_pictures(large_batch, tmp_path):
         ),
         ("chooses by the validation set", {"data.hold_out = 0.1\n": ""}),
         ("and no grid", {"[[case]]": "[grid]\ntrain.epochs = [1, 2]\n\n[[case]]"}),
+        ("all of one recipe", {"set.batch.size = 64\n": 'set.batch.size = 64\nrecipe = "finetune"\n'}),
     ],
 )
 def test_what_nothing_can_be_chosen_from_is_refused(large_batch, tmp_path, words, changes):

@@ -92,6 +92,18 @@ def test_a_recipe_beside_the_study_is_found(written):
     assert grid.load(written('recipe = "mine.toml"\n')).cases[0].recipe.model.width == 16
 
 
+def test_a_case_may_have_a_recipe_of_its_own(written):
+    written("[model]\nwidth = 16\n[optimizer]\nmomentum = 0.5\n", "mine.toml")
+    cases = '[[case]]\nname = "mine"\nrecipe = "mine.toml"\nset.schedule.peak = 3.0\n[[case]]\nname = "digits"\n'
+    at = '[[at]]\ncase = "mine"\ngrid.batch.size = 128\nset.schedule.peak = 4.0\n'
+    study = grid.load(written(TINY.replace('"model.width" = 8\n', "") + cases + at))
+    recipes = [case.recipe for case in study.cases]
+    assert [recipe.name for recipe in recipes] == ["mine", "mine", "digits", "digits"]
+    assert [recipe.model.width for recipe in recipes[:3]] == [16, 16, grid.recipes.load("digits").model.width]
+    assert [recipe.schedule.peak for recipe in recipes[:2]] == [3.0, 4.0]
+    assert [(recipe.batch.size, recipe.train.epochs) for recipe in recipes] == [(64, 1), (128, 1)] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -115,6 +127,8 @@ def test_a_recipe_beside_the_study_is_found(written):
         ('case = "x"', "begun by [[case]]"),
         ("[[case]]\nset.batch.size = 64", "a case of a study has a `name`"),
         ('[[case]]\nname = "a"\nsize = 3', "and nothing else"),
+        ('[[case]]\nname = "a"\nrecipe = "digit"', "there is no recipe 'digit'"),
+        ('[[case]]\nname = "a"\nrecipe = 3', "a study's recipe is a name or a TOML file, not 3"),
         ('[[case]]\nname = "a"\n[[case]]\nname = "a"', "two cases with the name 'a'"),
         ("at = 3", "begun by [[at]]"),
         ("[[at]]\nset.train.epochs = 1", "has `grid` and `set`"),

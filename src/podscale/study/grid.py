@@ -14,6 +14,10 @@
     name = "LARS"
     set.optimizer.name = "lars"
 
+    [[case]]
+    name = "mine"
+    recipe = "mine.toml"           instead of the study's
+
     [[at]]                         fields that are different at some values of the grid, in all cases or in one
     case = "LARS"
     grid.batch.size = [256]
@@ -85,23 +89,24 @@ def load(path: str | Path, changes: dict[str, Any] | None = None, seeds: Sequenc
 
 
 def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Iterator[Case]:
-    base = _recipe(path, tables)
     common = flat(tables.get("set", {}), "set") | changes
     grid = {field: _values(field, values) for field, values in flat(tables.get("grid", {}), "grid").items()}
     named = _named(tables.get("case", [{}]))
-    spots = _spots(tables.get("at", []), grid, [name for name, _ in named])
-    if any(SEED in fields for fields in (common, grid, *(own for _, own in named), *(spot.own for spot in spots))):
+    bases = {name: _recipe(path, case if "recipe" in case else tables) for name, case in named.items()}
+    owned = {name: flat(case.get("set", {}), "set") for name, case in named.items()}
+    spots = _spots(tables.get("at", []), grid, list(named))
+    if any(SEED in fields for fields in (common, grid, *owned.values(), *(spot.own for spot in spots))):
         raise UserError(f"a study's seeds are in `seeds`, not in {SEED}")
     combined = list(itertools.islice(itertools.product(*grid.values()), MOST_CASES + 1))
     if len(combined) * len(named) > MOST_CASES:
         raise UserError(f"the study {path} has more than {MOST_CASES:,} cases")
-    for name, own in named:
+    for name, base in bases.items():
         for chosen in combined:
             values = dict(zip(grid, chosen, strict=True))
             words = [name, *(f"{field} {_shown(value)}" for field, value in values.items())]
             told = ", ".join(word for word in words if word) or base.name
             shown = ({"case": name} if name else {}) | values
-            changed = common | own
+            changed = common | owned[name]
             for spot in spots:
                 changed |= spot.own if spot.holds(name, values) else {}
             yield Case(told, shown, recipes.override(base, changed | values))
@@ -115,19 +120,19 @@ def _recipe(path: Path, tables: dict[str, Any]) -> Recipe:
     return recipes.load(beside if name.endswith(".toml") and beside.exists() else name)
 
 
-def _named(cases: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The named cases: their names, and the fields of each."""
+def _named(cases: Any) -> dict[str, dict[str, Any]]:
+    """The cases by their names; a study without any has one, which needs no name."""
     found: dict[str, dict[str, Any]] = {}
     if not (isinstance(cases, list) and cases and all(isinstance(case, dict) for case in cases)):
         raise UserError("a study's cases are tables, each begun by [[case]]")
     for case in cases:
         name = case.get("name", "")
-        if not isinstance(name, str) or set(case) - {"name", "set"} or (case and not name):
-            raise UserError("a case of a study has a `name`, which is text, and `set`, and nothing else")
+        if not isinstance(name, str) or set(case) - {"name", "recipe", "set"} or (case and not name):
+            raise UserError("a case of a study has a `name`, which is text, a `recipe` and `set`, and nothing else")
         if name in found:
             raise UserError(f"a study has two cases with the name {name!r}")
-        found[name] = flat(case.get("set", {}), "set")
-    return list(found.items())
+        found[name] = case
+    return found
 
 
 @dataclass(frozen=True)
