@@ -64,14 +64,17 @@ def main() -> None:
     linked(arguments.photos, folder / "first", kinds[:half])
     linked(arguments.photos, folder / "all", kinds[half:])
     linked(arguments.photos, folder / few, kinds[half:], arguments.few)
-    podscale("train", "imagefolder", "--data.path", folder / "first", "--run", folder / "weights", *more)
+    weights = folder / "weights"
+    if code := podscale("train", "imagefolder", "--data.path", folder / "first", "--run", weights, *more):
+        raise SystemExit(code)
     study = folder / "study.toml"
     own = recipes.load("finetune")
-    changed = {"epochs": own.train.epochs, "quarter": own.schedule.peak / 4, "weights": folder / "weights"}
-    study.write_text(STUDY.format(**changed))
+    study.write_text(STUDY.format(epochs=own.train.epochs, quarter=own.schedule.peak / 4, weights=weights))
+    codes = []
     for photos in ("all", few):
         command = ["study", study, "--run", folder / f"from-{photos}", "--data.path", folder / photos]
-        podscale(*command, "--seeds", arguments.seeds, *more)
+        codes.append(podscale(*command, "--seeds", arguments.seeds, *more))
+    raise SystemExit(max(codes))
 
 
 def linked(photos: Path, folder: Path, kinds: list[str], few: int = 0) -> None:
@@ -88,12 +91,13 @@ def linked(photos: Path, folder: Path, kinds: list[str], few: int = 0) -> None:
                     (own / file.name).symlink_to(file.absolute())
 
 
-def podscale(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "podscale", *map(str, arguments)], check=True)
+def podscale(*arguments: object) -> int:
+    """The exit code of a command, which says by itself what was wrong."""
+    return subprocess.run([sys.executable, "-m", "podscale", *map(str, arguments)], check=False).returncode
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, subprocess.CalledProcessError) as error:
+    except OSError as error:
         raise SystemExit(str(error)) from None

@@ -69,7 +69,8 @@ def settings(peaks: Path) -> Study:
     if not all(case.recipe.data.hold_out for case in study.cases):
         raise SystemExit(f"{peaks} chooses by the validation set; give it {HOLD_OUT}")
     tables = tomllib.loads(peaks.read_text())
-    if set(tables) - {"recipe", "seeds", "set", "case"} or any("recipe" in case for case in tables["case"]):
+    own = tables.get("case", [])
+    if set(tables) - {"recipe", "seeds", "set", "case"} or not own or any("recipe" in case for case in own):
         raise SystemExit(f"{peaks} must have a [[case]] for every setting, all of one recipe, and no grid")
     tried = {place(case) for case in study.cases}
     for name, size in itertools.product(*map(sorted, map(set, zip(*tried, strict=True)))):

@@ -1,22 +1,11 @@
 """The photos that `benchmarks/finetune.py` learns from."""
 
-import importlib.util
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[1]
+from benchmarking import benchmark
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("finetune", ROOT / "benchmarks" / "finetune.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_few_photos_are_spread_over_all_and_every_one_is_kept_for_validation(benchmark, tmp_path, monkeypatch):
+def test_few_photos_are_spread_over_all_and_every_one_is_kept_for_validation(tmp_path, monkeypatch):
     for part in ("train", "val"):
         for kind in ("cat", "dog", "owl"):
             (tmp_path / "photos" / part / kind).mkdir(parents=True)
@@ -24,7 +13,7 @@ def test_few_photos_are_spread_over_all_and_every_one_is_kept_for_validation(ben
                 (tmp_path / "photos" / part / kind / f"{number:02}.jpg").write_text(f"{part} {kind} {number}")
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second time all is there
-        benchmark.linked(Path("photos"), tmp_path / "few", ["cat", "owl"], few=5)
+        benchmark("finetune").linked(Path("photos"), tmp_path / "few", ["cat", "owl"], few=5)
     found = {path.relative_to(tmp_path / "few"): path.read_text() for path in (tmp_path / "few").rglob("*.jpg")}
     assert len(found) == 2 * (5 + 50)
     assert all(text == f"{path.parts[0]} {path.parts[1]} {int(path.stem)}" for path, text in found.items())

@@ -1,10 +1,10 @@
 """What `benchmarks/large_batch.py` chooses is what was best on held-out pictures, for each optimizer and batch."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from benchmarking import benchmark
 
 from podscale.study import grid
 
@@ -20,10 +20,7 @@ BEST = {
 
 @pytest.fixture(scope="module")
 def large_batch():
-    spec = importlib.util.spec_from_file_location("large_batch", ROOT / "benchmarks" / "large_batch.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("large_batch")
 
 
 def test_the_best_of_each_is_trained_on_all_pictures(large_batch, tmp_path):
@@ -51,6 +48,7 @@ def test_the_best_of_each_is_trained_on_all_pictures(large_batch, tmp_path):
         ),
         ("chooses by the validation set", {"data.hold_out = 0.1\n": ""}),
         ("and no grid", {"[[case]]": "[grid]\ntrain.epochs = [1, 2]\n\n[[case]]"}),
+        ("must have a .*case", {PEAKS.read_text().partition("[[case]]")[2]: "", "[[case]]": ""}),
         ("all of one recipe", {"set.batch.size = 64\n": 'set.batch.size = 64\nrecipe = "finetune"\n'}),
     ],
 )

@@ -129,6 +129,7 @@ def test_a_case_may_have_a_recipe_of_its_own(written):
         ('[[case]]\nname = "a"\nsize = 3', "and nothing else"),
         ('[[case]]\nname = "a"\nrecipe = "digit"', "there is no recipe 'digit'"),
         ('[[case]]\nname = "a"\nrecipe = 3', "a study's recipe is a name or a TOML file, not 3"),
+        ('recipe = "digit"\n[[case]]\nname = "a"\nrecipe = "digits"', "there is no recipe 'digit'"),
         ('[[case]]\nname = "a"\n[[case]]\nname = "a"', "two cases with the name 'a'"),
         ("at = 3", "begun by [[at]]"),
         ("[[at]]\nset.train.epochs = 1", "has `grid` and `set`"),

@@ -89,10 +89,11 @@ def load(path: str | Path, changes: dict[str, Any] | None = None, seeds: Sequenc
 
 
 def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Iterator[Case]:
+    base = _recipe(path, tables)
     common = flat(tables.get("set", {}), "set") | changes
     grid = {field: _values(field, values) for field, values in flat(tables.get("grid", {}), "grid").items()}
     named = _named(tables.get("case", [{}]))
-    bases = {name: _recipe(path, case if "recipe" in case else tables) for name, case in named.items()}
+    bases = {name: _recipe(path, case) if "recipe" in case else base for name, case in named.items()}
     owned = {name: flat(case.get("set", {}), "set") for name, case in named.items()}
     spots = _spots(tables.get("at", []), grid, list(named))
     if any(SEED in fields for fields in (common, grid, *owned.values(), *(spot.own for spot in spots))):
@@ -100,16 +101,16 @@ def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Itera
     combined = list(itertools.islice(itertools.product(*grid.values()), MOST_CASES + 1))
     if len(combined) * len(named) > MOST_CASES:
         raise UserError(f"the study {path} has more than {MOST_CASES:,} cases")
-    for name, base in bases.items():
+    for name, own in bases.items():
         for chosen in combined:
             values = dict(zip(grid, chosen, strict=True))
             words = [name, *(f"{field} {_shown(value)}" for field, value in values.items())]
-            told = ", ".join(word for word in words if word) or base.name
+            told = ", ".join(word for word in words if word) or own.name
             shown = ({"case": name} if name else {}) | values
             changed = common | owned[name]
             for spot in spots:
                 changed |= spot.own if spot.holds(name, values) else {}
-            yield Case(told, shown, recipes.override(base, changed | values))
+            yield Case(told, shown, recipes.override(own, changed | values))
 
 
 def _recipe(path: Path, tables: dict[str, Any]) -> Recipe:
