@@ -16,7 +16,7 @@ test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
 	$(BIN)/python -m pytest -q -n auto -m "slow or not slow"
 
 asan-native: $(VENV)/.installed-dev ## the native decoder under sanitizers, on 10,000 damaged JPEGs
-	$(BIN)/python tests/native_asan.py
+	$(BIN)/python tests/faults/native_asan.py
 
 check: $(VENV)/.installed-dev ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -29,7 +29,7 @@ docs: $(VENV)/.installed-dev ## the documentation as a site, in build/site
 bench: $(VENV)/.installed ## the training step on this machine
 	$(BIN)/podscale bench step
 
-PARTS := pyproject.toml setup.py $(wildcard native/*)
+PARTS := pyproject.toml setup.py $(wildcard native/*/*)
 
 $(VENV)/.installed: $(PARTS)
 	$(call install,.)
@@ -46,4 +46,4 @@ define install
 endef
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/podscale/data/_native*.so
+	rm -rf $(VENV) build dist src/*.egg-info src/podscale/data/_native*.so src/podscale/processes/_abort*.so

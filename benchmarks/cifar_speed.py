@@ -105,25 +105,26 @@ def ours(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, Any]:
     """All seeds by one compiled program."""
     import jax
 
-    from podscale import job as jobs
     from podscale import pod as pods
-    from podscale.options import Options
+    from podscale.config.options import Options
+    from podscale.training import compilation, setup
+    from podscale.training import evaluate as evaluates
 
     compilations: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compilations.append(name) if "backend_compile" in name else None
     )
     pod, options = pods.find(), Options(cache="device", steps_per_call=arguments.steps_per_call)
-    first = jobs.prepare(recipe, pod, options)
+    first = setup.prepare(recipe, pod, options)
     counts = first.plan.counts
     began = time.perf_counter()
-    call, evaluate = jobs.compiled_step(first), jobs.Evaluator(first)
+    call, evaluate = compilation.compile_train_step(first), evaluates.Evaluator(first)
     compile_s = time.perf_counter() - began
     runs, fit_s = [], 0.0
     for seed in seeds(arguments):
-        fresh = jobs.assemble(recipe.override({"train.seed": seed}), pod, counts, options, data=first.data)
+        fresh = setup.assemble(recipe.override({"train.seed": seed}), pod, counts, options, data=first.data)
         began = time.perf_counter()
-        job = jobs.fitted(fresh)
+        job = setup.fitted(fresh)
         jax.block_until_ready(job.state)
         fit_s, before = time.perf_counter() - began, len(compilations)
         runs.append(one_of_ours(job, call, evaluate))
@@ -139,10 +140,10 @@ def one_of_ours(job: Any, call: Any, evaluate: Any) -> dict[str, float]:
     import jax
     import numpy as np
 
-    from podscale import job as jobs
+    from podscale.training import setup
 
     state, began = job.state, time.perf_counter()
-    with jobs.train_batches(job, job.plan.calls()) as batches:
+    with setup.train_batches(job, job.plan.calls()) as batches:
         for batch in batches:
             state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))
         jax.block_until_ready(state)
@@ -186,7 +187,7 @@ def torch_data(recipe: Recipe, device: Any) -> dict[str, tuple[Any, Any]]:
     """Normalized pictures [n, 3, 32, 32] and labels of either split, on the device."""
     import torch
 
-    from podscale.data.index import open_index
+    from podscale.data.index.dataset import open_index
 
     found, kind = open_index(recipe.data), torch_dtype(device)
     mean, std = (torch.tensor(value, device=device).view(1, 3, 1, 1) for value in (recipe.data.mean, recipe.data.std))

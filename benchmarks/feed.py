@@ -27,11 +27,12 @@ import numpy as np
 
 from podscale import pod as pods
 from podscale import recipe as recipes
-from podscale.data import ahead, loader
-from podscale.data.index import Index, open_index
-from podscale.job import Job, assemble, compiled_step
+from podscale.data import loader, prefetch
+from podscale.data.index.dataset import Index, open_index
 from podscale.plan import Counts
 from podscale.recipe import Data, Recipe
+from podscale.training.compilation import compile_train_step
+from podscale.training.setup import Job, assemble
 
 WARM_UP = 3  # calls that are not timed
 
@@ -80,7 +81,7 @@ def compare(arguments: argparse.Namespace, indexes: dict[str, Index]) -> None:
     count = len(indexes["files as they are"])
     recipe = recipe_for(arguments)
     job = assemble(recipe, pods.of(jax.devices()[:1], "1x1"), Counts(count, 2, 2))
-    call = compiled_step(job)
+    call = compile_train_step(job)
     made_up = rate(job, call, repeat(batch_of_noise(job)), arguments.calls)[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print(
@@ -107,7 +108,7 @@ def recipe_for(arguments: argparse.Namespace) -> Recipe:
     return recipes.override(recipes.load("resnet50-imagenet-4k"), changes)
 
 
-def batches(job: Job, index: Index, calls: int) -> Iterator[ahead.Batch]:
+def batches(job: Job, index: Index, calls: int) -> Iterator[prefetch.Batch]:
     steps = job.plan.steps_per_call
     ranges = [range(i * steps, (i + 1) * steps) for i in range(WARM_UP + calls)]
     with loader.train_batches(index, job.plan, ranges, pods.batch_sharding(job.mesh, axis=2)) as made:
@@ -123,14 +124,14 @@ def fill(job: Job, index: Index) -> None:
     assert index.cache.filled.all()
 
 
-def batch_of_noise(job: Job) -> ahead.Batch:
+def batch_of_noise(job: Job) -> prefetch.Batch:
     random, size, shape = np.random.default_rng(0), job.recipe.data.image_size, job.plan.batch_shape
     images = random.integers(0, 256, (*shape, size, size, 3), np.uint8)
     sharding = pods.batch_sharding(job.mesh, axis=2)
-    return ahead.Batch(*jax.device_put((images, np.zeros(shape, np.int32)), sharding), shape[0])
+    return prefetch.Batch(*jax.device_put((images, np.zeros(shape, np.int32)), sharding), shape[0])
 
 
-def rate(job: Job, call: Any, source: Iterator[ahead.Batch], calls: int) -> tuple[float, float]:
+def rate(job: Job, call: Any, source: Iterator[prefetch.Batch], calls: int) -> tuple[float, float]:
     """Images a second, and the share of the time spent waiting for batches."""
     state = jax.tree.map(lambda array: array.copy(), job.state)  # the call takes over what it is given
     waited, began, before = 0.0, 0.0, None

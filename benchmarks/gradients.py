@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from podscale import job as jobs
 from podscale import pod as pods
 from podscale import recipe as recipes
-from podscale.options import Options
+from podscale.config.options import Options
+from podscale.training import compilation, setup
 
 SCALE = 2.0**20  # learning rate of the one update from which a gradient is read: weights are small beside it
 WAYS = {"float32": "off", "modules": "off", "fused": ""}  # which layers: as asked for if nothing else
@@ -72,11 +72,11 @@ def gradients(arguments: argparse.Namespace, way: str, fused: str) -> Iterator[F
         "schedule.decay": "constant",
     } | dict(field.split("=", 1) for field in arguments.set)
     recipe = recipes.override(recipes.load(arguments.recipe), fields)
-    job = jobs.prepare(recipe, pods.find(), Options(fused=fused, steps_per_call=1, cache="off"))
-    job = jobs.begun(job)[0] if recipe.model.init else job
-    call = jobs.compiled_step(job)
+    job = setup.prepare(recipe, pods.find(), Options(fused=fused, steps_per_call=1, cache="off"))
+    job = setup.begun(job)[0] if recipe.model.init else job
+    call = compilation.compile_train_step(job)
     before = jax.device_get((job.state.params, job.state.stats))
-    with jobs.train_batches(job, job.plan.calls()[: arguments.batches]) as batches:
+    with setup.train_batches(job, job.plan.calls()[: arguments.batches]) as batches:
         for batch in batches:
             state = jax.tree.map(jnp.copy, job.state)
             state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))

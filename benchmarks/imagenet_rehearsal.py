@@ -22,8 +22,8 @@ import numpy as np
 from PIL import Image
 
 from podscale import recipe as recipes
-from podscale import rehearsal
-from podscale.data import catalog, table
+from podscale.data.index import catalog, table
+from podscale.planner import rehearsal
 
 COUNTS = {"train": 1_281_167, "val": 50_000}
 CLASSES = 1000

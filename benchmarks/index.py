@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from podscale.data import catalog
-from podscale.data.containers import tar, tfrecord
-from podscale.data.table import Strings, Table, Tables, load, save
+from podscale.data.index import catalog
+from podscale.data.index.containers import tar, tfrecord
+from podscale.data.index.table import Strings, Table, Tables, load, save
 
 MILLION = 10**6
 CLASSES = 100

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podscale.kernels import fused
-from podscale.kernels.cut import BLOCKS, ROWS, cut
+from podscale.kernels.blocking import BLOCKS, ROWS, cut
 from podscale.kernels.fused import Raw
 from podscale.kernels.shape import Shape
 

@@ -26,10 +26,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from podscale.divergence import BUNDLE
 from podscale.errors import UserError
 from podscale.study import grid
 from podscale.study.grid import Case, Study
+from podscale.training.divergence import BUNDLE
 
 NAMES = {"muon": "Muon", "sgd": "SGD", "lars": "LARS", "adamw": "AdamW"}
 OTHER_FORM = "LARS, scaled momentum"

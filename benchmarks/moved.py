@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from podscale import plan as plans
 from podscale import recipe as recipes
-from podscale.budget.program import Program
-from podscale.forecast import chips, compile, described
-from podscale.options import Options
+from podscale.bench.profile.program import Program
+from podscale.config.options import Options
+from podscale.forecast import chips
 from podscale.plan import Counts
+from podscale.planner import compile, described_devices
 from podscale.pod import Pod
 
 IMAGENET = Counts(1281167, 50000, 1000)
@@ -32,9 +33,9 @@ def main() -> None:
     changes = {"batch.size": arguments.images, "batch.span": arguments.span, "data.lanes": 1}
     recipe = recipes.override(recipes.load("resnet50-imagenet-4k"), changes)
     where = Pod("h200", 1, 1, memory_bytes=chips.chip("h200").memory_bytes)
-    plan = plans.make(recipe, where, IMAGENET, Options(steps_per_call=1, micro_batches=1))
+    plan = plans.make_plan(recipe, where, IMAGENET, Options(steps_per_call=1, micro_batches=1))
     for way in arguments.ways.split(","):
-        here = replace(plan, kernels="" if way == "modules" else way, pod=described.pod(where))
+        here = replace(plan, kernels="" if way == "modules" else way, pod=described_devices.pod(where))
         program = compile._compiled(here)
         temporary = program.memory_analysis().temp_size_in_bytes
         print(f"{way:8} {moved(program.as_text()) / 1e9:6.1f} GB, {temporary / 2**30:.2f} GiB temporaries", flush=True)

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from input_peers import Task, pillow
 
-from podscale.data import cropping, decode
-from podscale.data.index import Index, open_index
+from podscale.data import crop, decode
+from podscale.data.index.dataset import Index, open_index
 from podscale.data.order import crop_boxes
-from podscale.data.prepare import Settings, prepare
+from podscale.data.tools.prepare import Settings, prepare
 from podscale.recipe import Augment, Data
 
 WAYS = {
@@ -101,7 +101,7 @@ def boxes_of(index: Index, size: int) -> tuple[np.ndarray, np.ndarray]:
 def ours(index: Index, size: int) -> Callable[[], None]:
     boxes, flips = boxes_of(index, size)
     out = np.zeros((len(index), size, size, 3), np.uint8)
-    return lambda: cropping.crop_batch(index, np.arange(len(index)), boxes, flips, size, out)
+    return lambda: crop.crop_batch(index, np.arange(len(index)), boxes, flips, size, out)
 
 
 def by_pillow(index: Index, size: int) -> Callable[[], None]:

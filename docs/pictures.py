@@ -11,9 +11,9 @@ import numpy as np
 
 from podscale import plan as plans
 from podscale import recipe as recipes
-from podscale.collectives import hamiltonian
+from podscale.config.options import Options
 from podscale.data.order import Order
-from podscale.options import Options
+from podscale.parallel.collectives import hamiltonian
 from podscale.pod import Pod
 
 HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ def norm():
     """A 4x4 torus whose tiles of 2x2 chips normalize together; each chip with its positions of the global batch."""
     recipe = recipes.load("digits").override({"batch.size": 64, "batch.span": 16})
     pod = Pod("cpu", 4, 4)
-    plan = plans.make(recipe, pod, plans.Counts(1437, 360, 10), Options())
+    plan = plans.make_plan(recipe, pod, plans.Counts(1437, 360, 10), Options())
     high, wide = plan.tile
     parts, side, gap = [], 78, 14
     for row in range(4):

@@ -2,7 +2,7 @@
 
     python examples/callback.py
 
-A callback is a function of one event; `podscale.events` says which there are.
+A callback is a function of one event; `podscale.runs.events` says which there are.
 """
 
 import podscale

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 import podscale
-from podscale.data import show
-from podscale.data.survey import survey
+from podscale.data.tools.survey import survey
+from podscale.planner import samples
 
 
 def made_up(folder: Path) -> Path:
@@ -40,7 +40,7 @@ def main(photos: Path) -> None:
     small |= {"model.width": 16, "model.precision": "float32", "batch.size": 20, "batch.span": 20}
     small |= {"train.epochs": 24, "train.eval_epochs": 8, "schedule.scale_batch": 0}
     recipe = podscale.load_recipe("imagefolder").override(small)
-    show.write(recipe, Path("samples.png"), count=20)  # what the model will see
+    samples.write(recipe, Path("samples.png"), count=20)  # what the model will see
 
     summary = podscale.train(recipe, pod=podscale.find_pod(virtual="1x1"), folder="runs/photos")
     print(f"{summary['accuracy']:.1%} right; see {summary['run']}/report.html")
@@ -48,7 +48,7 @@ def main(photos: Path) -> None:
     run = podscale.Run.load("runs/photos")
     for picture in podscale.predict(run, sorted((photos / "val").glob("*/*"))[:2]):
         print(f"{picture['image']}: {picture['top'][0]['class']}")
-    podscale.export(run, "photos.safetensors")
+    podscale.export_model(run, "photos.safetensors")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from podscale.config.options import Options
 from podscale.errors import UserError
-from podscale.norm import Groups
-from podscale.options import Options
-from podscale.plan import SPARE, Counts, Memory, lanes_per_host, make, tile_for
+from podscale.parallel.batch_norm import Groups
+from podscale.plan import SPARE, Counts, Memory, lanes_per_host, make_plan, tile_for
 from podscale.pod import TILE, Pod, named
 from podscale.recipe import Recipe, load, override
 
@@ -27,7 +27,7 @@ def recipe(size, span, **changes):
 
 def refusal(*arguments, **options):
     with pytest.raises(UserError) as error:
-        make(*arguments, **options)
+        make_plan(*arguments, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -60,7 +60,7 @@ def test_tiles_are_as_square_as_they_can_be(size, span, rows, cols, cores, micro
     if tile is None:
         assert f"batch.span {span}" in refusal(recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
         return
-    plan = make(recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
+    plan = make_plan(recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
     assert (plan.tile, plan.micro_images, plan.groups) == (tile, images, groups)
     assert plan.tile_devices == tile[0] * tile[1] * cores
     assert plan.images_per_device == images * micro
@@ -81,7 +81,7 @@ def plans(draw):
     span = draw(st.sampled_from(sorted(spans)))
     size = images * micro_batches * pod.size
     assume(size % span == 0)
-    return make(recipe(size, span), pod, COUNTS, Options(micro_batches=micro_batches))
+    return make_plan(recipe(size, span), pod, COUNTS, Options(micro_batches=micro_batches))
 
 
 @settings(deadline=None, max_examples=300)
@@ -123,7 +123,7 @@ def test_a_device_lists_its_groups_one_after_the_other(plan):
 )
 def test_the_lanes_of_a_host_are_those_of_its_positions(lanes, hosts, times):
     size = lanes * hosts * times
-    plan = make(recipe(size, 1, data__lanes=lanes), Pod("cpu", 1, hosts, hosts=hosts), COUNTS)
+    plan = make_plan(recipe(size, 1, data__lanes=lanes), Pod("cpu", 1, hosts, hosts=hosts), COUNTS)
     most = max(len(set((plan.positions(host) // (size // lanes)).ravel())) for host in range(hosts))
     assert lanes_per_host(plan) == most
 
@@ -132,11 +132,11 @@ def test_the_lanes_of_a_host_are_those_of_its_positions(lanes, hosts, times):
 
 
 def test_the_papers_pod():
-    plan = make(load("resnet50-imagenet-32k"), named("v3:32x32"), Counts(1_281_167, 50_000, 1000))
+    plan = make_plan(load("resnet50-imagenet-32k"), named("v3:32x32"), Counts(1_281_167, 50_000, 1000))
     assert (plan.images_per_device, plan.micro_batches, plan.tile_devices, plan.steps) == (16, 1, 4, 2816)
     assert plan.tile == (1, 2)
     assert plan.groups == Groups(16, TILE)
-    long = make(override(plan.recipe, {"train.epochs": 91}), plan.pod, plan.counts)
+    long = make_plan(override(plan.recipe, {"train.epochs": 91}), plan.pod, plan.counts)
     assert long.steps == 3558
     assert plan.eval_steps()[:2] == [157, 313]  # after 4 and 8 epochs of 39.1 steps
 
@@ -146,7 +146,7 @@ def long_plans(draw):
     epochs, every = draw(st.floats(0.05, 9)), draw(st.floats(0.01, 4))
     counts = Counts(draw(st.integers(1, 900)), 5, 10)
     options = Options(steps_per_call=draw(st.integers(1, 9)), save_steps=draw(st.integers(0, 7)))
-    return make(recipe(8, 8, train__epochs=epochs, train__eval_epochs=every), Pod("cpu", 1, 1), counts, options)
+    return make_plan(recipe(8, 8, train__epochs=epochs, train__eval_epochs=every), Pod("cpu", 1, 1), counts, options)
 
 
 @settings(deadline=None)
@@ -188,9 +188,9 @@ def test_calls_from_another_plans_checkpoint_leave_no_step_out(plan, data):
 
 def test_a_cpu_does_one_step_a_call_and_others_several():
     counts = Counts(1_281_167, 50_000, 1000)
-    assert make(load("digits"), Pod("cpu", 1, 1), COUNTS).steps_per_call == 1
-    assert 1 < make(load("resnet50-imagenet-32k"), named("v3:32x32"), counts).steps_per_call <= 8
-    assert make(load("resnet50-imagenet-4k"), named("h200:1x1"), counts).steps_per_call == 1
+    assert make_plan(load("digits"), Pod("cpu", 1, 1), COUNTS).steps_per_call == 1
+    assert 1 < make_plan(load("resnet50-imagenet-32k"), named("v3:32x32"), counts).steps_per_call <= 8
+    assert make_plan(load("resnet50-imagenet-4k"), named("h200:1x1"), counts).steps_per_call == 1
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -200,21 +200,21 @@ def test_memory_makes_micro_batches():
     memory = Memory(parameters=100, optimizer=50, input_per_image=1, activations_per_image=20)  # 3 x 64 wait
     for room, slices in ((342 + 20 * 64, 1), (342 + 20 * 32, 2), (342 + 20 * 31, 4), (342 + 20 * 8, 8)):
         pod = Pod("cpu", 1, 2, memory_bytes=math.ceil(room / SPARE))
-        plan = make(recipe(128, 8), pod, COUNTS, memory=memory)
+        plan = make_plan(recipe(128, 8), pod, COUNTS, memory=memory)
         assert plan.micro_batches == slices
         assert memory.total(plan.micro_images, plan.input_images) <= SPARE * pod.memory_bytes
-        assert make(recipe(128, 8), pod, COUNTS, Options(micro_batches=2), memory).micro_batches == 2
+        assert make_plan(recipe(128, 8), pod, COUNTS, Options(micro_batches=2), memory).micro_batches == 2
 
 
 def test_slices_stay_whole_groups_however_little_room_there_is():
     memory = Memory(activations_per_image=1 << 30)
-    plan = make(recipe(128, 64), Pod("cpu", 1, 2), COUNTS, memory=memory)
+    plan = make_plan(recipe(128, 64), Pod("cpu", 1, 2), COUNTS, memory=memory)
     assert plan.recipe.batch.span % plan.micro_images == 0
     assert (plan.micro_batches, plan.tile) == (2, (1, 2))
 
 
 def test_a_plan_tells_of_itself():
-    plan = make(load("digits"), Pod("v3", 2, 2, 2, hosts=1), COUNTS, Options(micro_batches=2))
+    plan = make_plan(load("digits"), Pod("v3", 2, 2, 2, hosts=1), COUNTS, Options(micro_batches=2))
     rows = dict(plan.rows())
     assert rows["batch"] == "128 images, 16 a device in 2 micro-batches of 8"
     assert rows["batch norm"] == "groups of 64 over tiles of 2x2 chips x 2 cores"
@@ -234,14 +234,14 @@ def test_spans_that_do_not_fit_are_refused_with_spans_that_do(rows, cols, cores,
     options = Options(micro_batches=data.draw(st.sampled_from([0, 1, 2])) if images % 2 == 0 else 0)
     slices = [options.micro_batches] if options.micro_batches else [m for m in range(1, images + 1) if images % m == 0]
     if any(tile_for(span, images // m, pod) for m in slices):
-        make(recipe(size, span), pod, COUNTS, options)
+        make_plan(recipe(size, span), pod, COUNTS, options)
         return
     sentence = refusal(recipe(size, span), pod, COUNTS, options)
     assert sentence.startswith(f"batch.span {span} does not fit ")
     offered = [int(number) for number in re.findall(r"\d+", sentence.partition("nearest that do: ")[2])]
     assert offered
     for other in offered:
-        make(recipe(size, other), pod, COUNTS, options)
+        make_plan(recipe(size, other), pod, COUNTS, options)
         between = range(min(other, span) + 1, max(other, span))
         nearer = [s for s in between if size % s == 0 and any(tile_for(s, images // m, pod) for m in slices)]
         assert not nearer
@@ -267,13 +267,13 @@ def test_options_below_zero_are_refused(field):
 
 def test_mixing_needs_pairs_on_one_device():
     assert "augment.mixup" in refusal(recipe(6, 3, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
-    make(recipe(8, 4, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
+    make_plan(recipe(8, 4, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
 
 
 @pytest.mark.parametrize(("val", "images"), [(1000, 64), (100, 50), (1, 1)])
 def test_evaluation_takes_no_more_images_than_there_are(val, images):
-    assert make(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10)).eval_images == images
-    assert make(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10), Options(eval_images=7)).eval_images == 7
+    assert make_plan(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10)).eval_images == images
+    assert make_plan(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10), Options(eval_images=7)).eval_images == 7
 
 
 @pytest.mark.parametrize(
@@ -293,4 +293,4 @@ def test_layers_are_fused_where_there_are_kernels_that_gain(fused, capability, c
     gpu = SimpleNamespace(platform="gpu", compute_capability=capability)
     where = Pod("gpu", 1, 1, devices=(gpu,))
     wanted = override(load("resnet50-imagenet-4k"), {"batch.size": 256, "batch.span": 64, "data.lanes": 1} | changes)
-    assert make(wanted, where, Counts(1281167, 50000, 1000), Options(fused=fused)).kernels == kernels
+    assert make_plan(wanted, where, Counts(1281167, 50000, 1000), Options(fused=fused)).kernels == kernels

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from podscale import pod as pods
 from podscale.errors import UserError
 from podscale.pod import ALL_AXES, COLUMN, ROW, TILE, Pod, batch_sharding, find, named, of, parse_shape
+from podscale.processes import group
 
 
 def refusal(function, *arguments, **options):
@@ -195,7 +195,7 @@ def test_a_cluster_is_nodes_by_devices_per_node(monkeypatch):
 
 def test_impossible_processes_are_refused():
     for processes, process in ((0, 0), (2, 2), (2, -1)):
-        assert "--process" in refusal(pods.join, "localhost:1", processes, process)
+        assert "--process" in refusal(group.join, "localhost:1", processes, process)
 
 
 def test_a_pod_knows_its_size():

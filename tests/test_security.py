@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podscale import cli
 from podscale import recipe as recipes
-from podscale.checkpoint import Checkpoints, DamagedError
-from podscale.data.index import open_index
+from podscale.cli.main import main
+from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
-from podscale.models.torchvision import read_tensors
+from podscale.models.weights.torchvision import read_tensors
+from podscale.training.checkpoint import Checkpoints, DamagedError
 
 SOURCE = Path(__file__).parents[1] / "src"
 # Modules that run what they read, or that would make it easy.
@@ -122,7 +122,7 @@ def harm(tmp_path):
 
 def refused(arguments, capfd):
     """The sentence by which a command refuses."""
-    assert cli.main([str(word) for word in arguments]) == 2
+    assert main.main([str(word) for word in arguments]) == 2
     said = capfd.readouterr().err.strip().splitlines()
     assert len(said) == 1, said
     assert said[0].startswith("podscale: ")

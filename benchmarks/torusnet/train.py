@@ -24,14 +24,16 @@ IMAGES = 16  # on a host: a batch-norm tile of 2x2 hosts has 64
 CORES = {"xla": 1, "torus": 1, "torus4": 4}  # devices of a process
 PROBE = """
 import json, math, sys
-from podscale import norm, plan, pod
+from podscale.parallel import batch_norm as norm
+from podscale import plan, pod
+from podscale.processes import group
 from podscale import recipe as recipes
 from podscale.forecast import probe
 from podscale.forecast.compute import work_of
 
 number, first, cores, strategy, width = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 shape = sys.argv[6]
-pod.join(first, math.prod(map(int, shape.split("x"))), number)
+group.join(first, math.prod(map(int, shape.split("x"))), number)
 here = pod.find(shape, cores=cores)
 recipe = recipes.override(recipes.load("digits"), {"model.name": "resnet18", "model.width": width})
 work = work_of(recipe, 10)
@@ -46,7 +48,7 @@ def messages(x):  # in a row, as in training; by itself one would be as late as 
 
 norms, _ = probe.timed(here.mesh((2, 2)), messages, message)
 print(json.dumps({"sums_s": sums, "norms_s": norms, "parameters": work.parameters}))
-pod.leave()
+group.leave()
 """
 
 

@@ -14,38 +14,37 @@ from typing import Any
 _HOMES = {
     "Recipe": "podscale.recipe",
     "load_recipe": "podscale.recipe:load",
-    "presets": "podscale.recipe",
+    "list_presets": "podscale.recipe:presets",
     "Pod": "podscale.pod",
     "find_pod": "podscale.pod:find",
     "named_pod": "podscale.pod:named",
     "Plan": "podscale.plan",
-    "Options": "podscale.options",
-    "planned": "podscale.memory",
-    "Run": "podscale.run",
-    "Until": "podscale.until",
-    "Event": "podscale.events",
-    "evaluate": "podscale.inference",
-    "predict": "podscale.inference",
-    "restore": "podscale.inference",
-    "register": "podscale.models",
-    "BatchNorm": "podscale.norm",
-    "load_torchvision": "podscale.models.torchvision",
-    "to_torchvision": "podscale.models.torchvision",
+    "Options": "podscale.config.options",
+    "make_plan": "podscale.training.setup:plan_recipe",
+    "train": "podscale.training.loop",
+    "Until": "podscale.config.stop_condition",
+    "Event": "podscale.runs.events",
+    "Run": "podscale.runs.folder",
+    "evaluate": "podscale.export.inference",
+    "predict": "podscale.export.inference",
+    "load_model": "podscale.export.inference:restore",
+    "export_model": "podscale.export.write",
+    "register_model": "podscale.models.registry:register",
+    "BatchNorm": "podscale.parallel.batch_norm",
+    "load_torchvision": "podscale.models.weights.torchvision",
+    "to_torchvision": "podscale.models.weights.torchvision",
     "UserError": "podscale.errors",
 }
-
-_VERBS = ("train", "export")  # each is a room and a verb: the module can be called
-
-__all__ = [*_VERBS, *_HOMES]  # noqa: PLE0604 (all of them are strings)
+_ALIASES = {"presets": "list_presets", "planned": "make_plan", "restore": "load_model", "register": "register_model"}
+__all__ = [*_HOMES]  # noqa: PLE0604 (all of them are strings)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _VERBS:
-        return importlib.import_module(f"podscale.{name}")
-    if name not in _HOMES:
+    home = _HOMES.get(_ALIASES.get(name, name))
+    if home is None:
         raise AttributeError(f"podscale has no {name!r}")
-    module, _, original = _HOMES[name].partition(":")
-    return getattr(importlib.import_module(module), original or name)
+    module, _, original = home.partition(":")
+    return getattr(importlib.import_module(module), original or _ALIASES.get(name, name))
 
 
 def __dir__() -> list[str]:

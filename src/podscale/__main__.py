@@ -1,5 +1,5 @@
 """`python -m podscale` is the command line."""
 
-from podscale.cli import run
+from podscale.cli.main import run
 
 run()

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from podscale.errors import UserError, divisors, nearest_numbers
-from podscale.norm import Groups
-from podscale.options import Options
+from podscale.config.options import Options
+from podscale.config.suggestions import divisors, suggest_numbers
+from podscale.errors import UserError
+from podscale.parallel.batch_norm import Groups
 from podscale.pod import CORE, TILE, Pod
 from podscale.recipe import Recipe
 
@@ -205,8 +206,9 @@ class Plan:
 def tiled(pod: Pod, images: int) -> Groups:
     """Groups that are spread over tiles, so many of their images on each device.
 
-    One sum over the whole tile is one latency, and the better choice on chips (`tests/test_tpu_program.py`). Between
-    CPUs it is a ring through all devices of all processes, so that those of a process are summed first.
+    One sum over the whole tile is one latency, and the better choice on TPUs
+    (`tests/integration/test_tpu_program.py`). Between CPUs it is a ring through all devices of all processes, so the
+    devices of each process are summed first.
     """
     inner = (CORE,) if pod.kind == "cpu" and pod.hosts > 1 and pod.cores > 1 else ()
     return Groups(images, TILE, inner)
@@ -237,7 +239,7 @@ def _slices(plan: Plan) -> str:
 # --- making one ----------------------------------------------------------------------------------------------------
 
 
-def make(
+def make_plan(
     recipe: Recipe,
     pod: Pod,
     counts: Counts,
@@ -255,7 +257,7 @@ def make(
     B, N = recipe.batch.size, pod.size
     if B % N:
         sizes = (B // N * N, (B // N + 1) * N)
-        raise UserError(f"batch.size {B} does not divide over {N} devices; {nearest_numbers(B, filter(None, sizes))}")
+        raise UserError(f"batch.size {B} does not divide over {N} devices; {suggest_numbers(B, filter(None, sizes))}")
     summation = _summation(options)
     if summation == "sharded":
         memory = replace(memory, optimizer=-(-memory.optimizer // N))
@@ -312,14 +314,14 @@ def _slicing(recipe: Recipe, pod: Pod, options: Options, memory: Memory, waiting
     if options.micro_batches and images % options.micro_batches:
         raise UserError(
             f"plan.micro_batches {options.micro_batches} does not divide {images} images per device; "
-            f"{nearest_numbers(options.micro_batches, divisors(images))}"
+            f"{suggest_numbers(options.micro_batches, divisors(images))}"
         )
     counts = [options.micro_batches] if options.micro_batches else divisors(images)
     fitting = [(M, tile) for M in counts if (tile := tile_for(span, images // M, pod))]
     if not fitting:
         spans = [s for s in divisors(recipe.batch.size) if any(tile_for(s, images // M, pod) for M in counts)]
         where = f"{images // counts[0]} images per device on a {pod.shape} torus"
-        raise UserError(f"batch.span {span} does not fit {where}; {nearest_numbers(span, spans)}")
+        raise UserError(f"batch.span {span} does not fit {where}; {suggest_numbers(span, spans)}")
     roomy = [f for f in fitting if memory.total(images // f[0], waiting) <= SPARE * pod.memory_bytes]
     return roomy[0] if roomy else fitting[-1]
 

@@ -5,24 +5,19 @@ group that training ever sums over: a tile is `TILE`, a column ring `COLUMN`, a 
 No lists of device numbers appear anywhere else.
 """
 
-import functools
-import os
-import socket
-import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
-from podscale import cluster, peers
-from podscale.errors import UserError, nearest
+from podscale.config.suggestions import suggest_names
+from podscale.errors import UserError
+from podscale.processes.group import rank_and_size
+from podscale.processes.host import container_memory_bytes
 
 ALL_AXES = ("tile_y", "y", "tile_x", "x", "core")
 COLUMN = ("tile_y", "y")
@@ -31,7 +26,6 @@ CORE = "core"
 TILE = ("y", "x", "core")
 # Not in mesh order: only so does a tile own a contiguous block of the global batch's positions.
 BATCH_AXES = ("tile_y", "tile_x", "y", "x", "core")
-
 # kind: (cores per chip that JAX shows as devices, chips per host, bytes of memory per device)
 CHIPS = {
     "v2": (2, 4, 8 << 30),
@@ -118,7 +112,7 @@ def named(text: str) -> Pod:
     """
     kind, _, shape = text.partition(":")
     if kind not in CHIPS:
-        raise UserError(f"there is no chip kind {kind!r}: {nearest(kind, CHIPS)}")
+        raise UserError(f"there is no chip kind {kind!r}: {suggest_names(kind, CHIPS)}")
     deep = kind in THREE_DIMENSIONS and shape.count("x") == 2
     flat, _, last = shape.rpartition("x") if deep else (shape, "", "1")
     if not last.isdecimal() or not int(last):
@@ -166,142 +160,12 @@ def of(devices: list[Any], shape: str, cores: int = 0) -> Pod:
     return _laid_out(devices[:wanted], rows, cols, cores)
 
 
-# --- many processes ----------------------------------------------------------------------------------------------
-
-LETTER_BYTES = 1000
-
-_place = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
-
-
-def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat_s: float = 60.0) -> None:
-    """Joins the other processes of this run, if there are any; must come before anything that touches a device.
-
-    The arguments name them; else a launcher does, if there is one. A process that is not heard of for `heartbeat_s`
-    seconds counts as dead, and all end.
-    """
-    global _place  # noqa: PLW0603
-    place = cluster.by_hand(coordinator, processes, process) if coordinator else cluster.found()
-    if place is None:
-        return
-    if heartbeat_s < 1:
-        raise UserError(f"pod.heartbeat_s must be 1 or more, not {heartbeat_s:g}")
-    bind = place.bind_address()
-    if bind:
-        _sum_over_loopback()
-    try:
-        jax.distributed.initialize(
-            place.coordinator,
-            place.processes,
-            place.process,
-            cluster.gpus_of(place.local, place.here, cluster.visible_gpus()),
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=bind,
-            heartbeat_timeout_seconds=round(heartbeat_s),
-        )
-    except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{place.told()}, cannot join the others at {place.coordinator}: {_first_line(error)}"
-        ) from None
-    _place = (place.process, place.processes)
-    peers.watch(heartbeat_s)
-
-
-def _sum_over_loopback() -> None:
-    """Has sums between CPUs listen on loopback alone, and not on whatever address the machine's name stands for."""
-    from jax._src.lib import _jax  # nothing public sets it
-
-    make = getattr(_jax, "make_gloo_tcp_collectives", None)
-    if make:
-        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=cluster.LOOPBACK)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def place_among() -> tuple[int, int]:
-    """Which process this is, and how many have joined."""
-    return _place
-
-
-def leave() -> None:
-    """Parts from the other processes once all of them are here: whoever left alone would look dead to the rest."""
-    if jax.process_count() > 1:
-        peers.part()
-        jax.distributed.shutdown()
-
-
-def speaks() -> bool:
-    """Whether this is the process that writes files and talks to people: the first."""
-    return bool(jax.process_index() == 0)
-
-
-def processes_here() -> int:
-    """How many of the joined processes run on this machine, and share its memory."""
-    if jax.process_count() == 1:
-        return 1
-    name = np.uint32(zlib.crc32(socket.gethostname().encode()))
-    return int(np.sum(multihost_utils.process_allgather(name) == name))
-
-
-def everyone(agrees: bool) -> bool:
-    """Whether all processes agree; all of them must ask."""
-    return agrees if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(agrees))))
-
-
-def first_ones(number: int) -> int:
-    """The first process's number, in all of them: what each sees of a clock or a shared folder may differ."""
-    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-
-
-def first_arrays(tree: Any) -> Any:
-    """The first process's arrays, in all of them: the last bits of what each computes for itself may differ."""
-    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
-
-
-def replicated(tree: Any, mesh: Mesh) -> Any:
-    """Arrays that every process holds, the same on all devices of the mesh.
-
-    Whether they are the same is seen by their checksums. `jax.device_put` would send every process's arrays to every
-    other one, only to compare them.
-    """
-    everywhere, arrays = NamedSharding(mesh, PartitionSpec()), jax.tree.map(np.asarray, tree)
-    if jax.process_count() == 1:
-        return jax.device_put(arrays, everywhere)
-    sums = np.array([zlib.crc32(array.tobytes()) for array in jax.tree.leaves(arrays)], np.uint32)
-    found = multihost_utils.process_allgather(sums)  # [processes, arrays]
-    odd = np.flatnonzero((found != found[0]).any(axis=1)).tolist()
-    if odd:
-        raise UserError(f"process {odd[0]} has come to other numbers than the first; do both have the same software?")
-    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, everywhere, lambda index: a[index]), arrays)
-
-
-def whole(array: Any) -> NDArray:
-    """All of an array, of which this process may hold but a part; every process must ask."""
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def by_the_first(work: Callable[[], object]) -> None:
-    """Has the first process do `work`; what keeps it from that is a `UserError` in all of them, and nobody waits."""
-    message = ""
-    if speaks():
-        try:
-            work()
-        except (UserError, OSError) as error:
-            message = str(error)
-    if jax.process_count() > 1:
-        letter = np.frombuffer(message.encode()[:LETTER_BYTES].ljust(LETTER_BYTES), np.uint8)
-        message = bytes(multihost_utils.broadcast_one_to_all(letter)).decode(errors="replace").strip()
-    if message:
-        raise UserError(message)
-
-
 # --- laying out --------------------------------------------------------------------------------------------------
 
 
 def _virtual_devices(count: int) -> list[Any]:
     """So many CPU devices, of which each process has its share."""
-    _, processes = _place
+    _, processes = rank_and_size()
     if count % processes:
         raise UserError(f"pod.virtual: {count} devices do not divide over {processes} processes")
     try:
@@ -346,21 +210,13 @@ def _memory_bytes(devices: list[Any]) -> int:
     """Of the device that has least: all processes must come to the same plan."""
     local = [d for d in devices if d.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
-        own = _host_memory_bytes() // max(len(local), 1)
+        own = container_memory_bytes() // max(len(local), 1)
     else:
         stats = local[0].memory_stats() if local else None
         own = int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else 16 << 30
     if jax.process_count() == 1:
         return own
     return int(multihost_utils.process_allgather(np.int32(own >> 20)).min()) << 20
-
-
-def _host_memory_bytes() -> int:
-    """The machine's memory, or what a container leaves of it."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(whole, int(text)) if text.isdecimal() else whole
 
 
 def _natural_shape(devices: list[Any], cores: int) -> tuple[int, int]:

@@ -16,9 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from podscale.errors import UserError, divisors, nearest, nearest_numbers
-from podscale.fields import changed
-from podscale.fields import documented as _field
+from podscale.config.fields import document_field as _field
+from podscale.config.fields import replace_fields
+from podscale.config.suggestions import divisors, suggest_names, suggest_numbers
+from podscale.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Data:
 class Model:
     """The network."""
 
-    name: str = _field("resnet8", "a name that `podscale.models.names()` lists")
+    name: str = _field("resnet8", "a name that `podscale.models.registry.names()` lists")
     stem: Literal["conv7", "space_to_depth", "small"] = _field(
         "small", "7x7 stride 2 and max-pool; the same function on 2x2 blocks; or 3x3 for small pictures"
     )
@@ -238,7 +239,7 @@ def _text(name: str) -> tuple[str, str]:
     if name.endswith(".toml"):
         return read(Path(name)), Path(name).stem
     if name not in presets():
-        raise UserError(f"there is no recipe {name!r}: {nearest(name, presets())}")
+        raise UserError(f"there is no recipe {name!r}: {suggest_names(name, presets())}")
     return resources.files("podscale.recipes").joinpath(f"{name}.toml").read_text(), name
 
 
@@ -277,13 +278,13 @@ def override(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
         _known_section(section)
         sections.setdefault(section, {})[field] = value
     return dataclasses.replace(
-        recipe, **{name: changed(getattr(recipe, name), name, values) for name, values in sections.items()}
+        recipe, **{name: replace_fields(getattr(recipe, name), name, values) for name, values in sections.items()}
     )
 
 
 def _known_section(name: str) -> None:
     if name not in SECTIONS:
-        raise UserError(f"a recipe has no section {name!r}: {nearest(name, SECTIONS)}")
+        raise UserError(f"a recipe has no section {name!r}: {suggest_names(name, SECTIONS)}")
 
 
 def _listed() -> str:
@@ -315,7 +316,7 @@ def _check(recipe: Recipe) -> None:
     size, span, lanes = recipe.batch.size, recipe.batch.span, recipe.data.lanes
     for field, part in (("batch.span", span), ("data.lanes", lanes)):
         if size % part:
-            hint = nearest_numbers(part, divisors(size))
+            hint = suggest_numbers(part, divisors(size))
             raise UserError(f"{field} {part} does not divide batch.size {size}; {hint}")
     for field in ("mean", "std"):
         if len(getattr(recipe.data, field)) != 3:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from disturbed import Training, until
+from support.disturbed import Training, until
 
 PREEMPTED, DISK_MIB, BETWEEN_S = 75, 96, (60.0, 120.0)
 SAVE_STEPS = 50

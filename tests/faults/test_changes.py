@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from podscale import recipe as recipes
-from podscale.data.index import open_index
+from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
-from podscale.run import Run, versions
+from podscale.runs.environment import library_versions
+from podscale.runs.folder import Run
 
 CLASSES = ("cat", "dog")
-PLAN = {"counts": {"train": 10, "val": 5, "classes": 2}, "data_digest": "00c0ffee", "versions": versions()}
+PLAN = {"counts": {"train": 10, "val": 5, "classes": 2}, "data_digest": "00c0ffee", "versions": library_versions()}
 
 
 @pytest.fixture
@@ -29,7 +30,11 @@ def folder(tmp_path, recipe):
     [
         ("data", {"counts": {"train": 11, "val": 5, "classes": 2}}, "train 10, now 11"),
         ("data", {"data_digest": "deadbeef"}, "00c0ffee, now deadbeef"),
-        ("versions", {"versions": versions() | {"jax": "9.9.9"}}, f"jax {versions()['jax']}, now 9.9.9"),
+        (
+            "versions",
+            {"versions": library_versions() | {"jax": "9.9.9"}},
+            f"jax {library_versions()['jax']}, now 9.9.9",
+        ),
     ],
 )
 def test_a_change_is_told_and_refused_unless_it_is_named(folder, recipe, kind, change, told):

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from podscale import digest, pod, train
+from podscale import pod
 from podscale import recipe as recipes
-from podscale.checkpoint import Checkpoints, DamagedError, NotSavedError
+from podscale.config.stop_condition import Until
 from podscale.errors import UserError
-from podscale.run import Claim, Run
-from podscale.until import Until
-
-TRAIN = sys.modules["podscale.train"]
+from podscale.parallel import checksum
+from podscale.runs.folder import Run
+from podscale.storage.lock import FolderLock
+from podscale.training import loop
+from podscale.training.checkpoint import Checkpoints, DamagedError, NotSavedError
 
 QUIET = Console(quiet=True)
 # Orbax leaves its event loops open where reading fails.
@@ -96,7 +97,7 @@ def test_a_digest_does_not_depend_on_the_sharding():
     mesh = pod.of(jax.devices()[:4], "2x2").mesh((1, 1))
     array = jax.random.normal(jax.random.key(0), (64, 33))
     spread = jax.device_put(array, pod.batch_sharding(mesh))
-    assert digest.of([array]).tolist() == digest.of([spread]).tolist()
+    assert checksum.checksum_arrays([array]).tolist() == checksum.checksum_arrays([spread]).tolist()
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def recipe():
 
 
 def trained(recipe, folder, **more):
-    return train.train(recipe, pod=pod.of(jax.devices()[:1], "1x1"), folder=folder, **more)
+    return loop.train(recipe, pod=pod.of(jax.devices()[:1], "1x1"), folder=folder, **more)
 
 
 def losses(folder):
@@ -142,8 +143,8 @@ def test_the_second_training_in_a_folder_is_refused_by_the_firsts_name(tmp_path)
     holder = """
 import sys, time
 from pathlib import Path
-from podscale.run import Claim
-claim = Claim(Path(sys.argv[1]))
+from podscale.storage.lock import FolderLock
+claim = FolderLock(Path(sys.argv[1]))
 claim.take()
 print("taken", flush=True)
 time.sleep(60)
@@ -155,11 +156,11 @@ time.sleep(60)
     try:
         assert first.stdout.readline() == b"taken\n"
         with pytest.raises(UserError, match=f"is being trained by process {first.pid} on "):
-            Claim(tmp_path).take()
+            FolderLock(tmp_path).take()
     finally:
         first.kill()
         first.wait()
-    with Claim(tmp_path) as claim:
+    with FolderLock(tmp_path) as claim:
         claim.take()  # a killed training claims nothing
 
 
@@ -203,7 +204,7 @@ def test_training_goes_on_while_the_disk_is_full(recipe, undisturbed, small_disk
             seen.append(checkpoints.newest())
         filler.unlink()
 
-    monkeypatch.setattr(TRAIN, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     assert trained(recipe, run, console=Console(width=300))["steps"] == 34
     assert "takes no more: No space left on device" in capsys.readouterr().out
     assert seen == [12]
@@ -215,7 +216,7 @@ def test_training_goes_on_while_the_disk_is_full(recipe, undisturbed, small_disk
 @pytest.mark.parametrize(("asked", "waited_s", "most"), [([False] * 9, 2100, 2), ([False, True], 1400, 1)])
 def test_a_disk_that_stays_full_is_not_waited_for_for_ever(monkeypatch, asked, waited_s, most):
     clock = SimpleNamespace(monotonic=itertools.count(step=700).__next__, sleep=lambda _: None)
-    monkeypatch.setattr(TRAIN, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
     tries = []
     teller = SimpleNamespace(
         plan=SimpleNamespace(timeout_s=1800), run=SimpleNamespace(folder="run"), bearing=lambda _: nullcontext()
@@ -223,17 +224,17 @@ def test_a_disk_that_stays_full_is_not_waited_for_for_ever(monkeypatch, asked, w
     checkpoints = SimpleNamespace(wait=lambda: None, holds=lambda step: False, newest=lambda: 12)
     words = rf"^run had no room for the last checkpoint in {waited_s} s; .* after step 12$"
     with pytest.raises(UserError, match=words):
-        TRAIN._keep_last(lambda: tries.append(1), 34, checkpoints, teller, iter(asked))
+        loop._keep_last(lambda: tries.append(1), 34, checkpoints, teller, iter(asked))
     assert len(tries) == most
 
 
 def test_an_update_without_a_number_is_skipped_on_every_device_alike():
-    from podscale import job as jobs
+    from podscale.training import compilation, setup
 
     made = recipes.override(recipes.load("digits"), {"model.width": 8, "schedule.warmup_epochs": 0})
-    job = jobs.prepare(made, pod.of(jax.devices()[:4], "2x2"))
-    call = jobs.compiled_step(job)
-    with jobs.train_batches(job, [range(1), range(1, 2)]) as batches:
+    job = setup.prepare(made, pod.of(jax.devices()[:4], "2x2"))
+    call = compilation.compile_train_step(job)
+    with setup.train_batches(job, [range(1), range(1, 2)]) as batches:
         first, second = list(batches)
     broken = job.state._replace(params=jax.tree.map(lambda a: a.at[..., 0].set(jnp.nan), job.state.params))
     before = jax.device_get(broken)
@@ -245,6 +246,6 @@ def test_an_update_without_a_number_is_skipped_on_every_device_alike():
             jax.tree.leaves(getattr(after, name)), jax.tree.leaves(getattr(before, name)), strict=True
         ):
             np.testing.assert_array_equal(one, other)
-    state = jax.device_put(jax.tree.map(np.asarray, jobs.prepare(made, job.plan.pod).state), after.step.sharding)
+    state = jax.device_put(jax.tree.map(np.asarray, setup.prepare(made, job.plan.pod).state), after.step.sharding)
     after, metrics = call(state, second.images, second.labels, np.int32(1))
     assert metrics.skipped.tolist() == [0]

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from podscale import divergence, plan, pod, train
-from podscale import job as jobs
+from podscale import plan, pod
 from podscale import recipe as recipes
+from podscale.config.options import Options
+from podscale.config.stop_condition import Until
 from podscale.data.order import Order, batches_at
 from podscale.errors import DivergedError
-from podscale.options import Options
-from podscale.run import Run
-from podscale.until import Until
+from podscale.runs.folder import Run
+from podscale.training import compilation, divergence, loop, setup
 
 QUIET = Console(quiet=True)
 DIVERGED, TIMEOUT_S = 65, 240
@@ -39,10 +39,10 @@ def key(images):
 
 def poison(monkeypatch, recipe, *numbers):
     """Parameters are no numbers from the moment on that one of these batches is trained on; whatever its step is."""
-    job = jobs.prepare(recipe, pod.of(jax.devices()[:1], "1x1"))
-    with jobs.train_batches(job, [range(n, n + 1) for n in numbers]) as batches:
+    job = setup.prepare(recipe, pod.of(jax.devices()[:1], "1x1"))
+    with setup.train_batches(job, [range(n, n + 1) for n in numbers]) as batches:
         keys = {key(batch.images) for batch in batches}
-    compiled_step = jobs.compiled_step
+    compiled_step = compilation.compile_train_step
 
     def compiled(job, run):
         call = compiled_step(job, run)
@@ -54,11 +54,11 @@ def poison(monkeypatch, recipe, *numbers):
 
         return poisoned
 
-    monkeypatch.setattr(train, "compiled_step", compiled)
+    monkeypatch.setattr(loop, "compile_train_step", compiled)
 
 
 def trained(recipe, folder, shape="1x1", console=QUIET, **more):
-    return train.train(recipe, pod=pod.of(jax.devices(), shape), folder=folder, console=console, **more)
+    return loop.train(recipe, pod=pod.of(jax.devices(), shape), folder=folder, console=console, **more)
 
 
 def losses(folder):
@@ -145,7 +145,9 @@ def test_steps_take_every_batch_but_those_left_out():
 def test_a_checkpoint_that_is_old_enough_is_always_kept(recipe, save_steps, bad_updates):
     """Whenever the streak becomes full: of those saved up to then, the kept ones reach back to before it."""
     made = recipes.override(recipe, {"train.bad_updates": bad_updates})
-    planned = plan.make(made, pod.Pod("cpu", 1, 1), plan.Counts(1437, 360, 10), Options(save_steps=save_steps, keep=1))
+    planned = plan.make_plan(
+        made, pod.Pod("cpu", 1, 1), plan.Counts(1437, 360, 10), Options(save_steps=save_steps, keep=1)
+    )
     points = sorted({0, *planned.save_points()})
     for full in range(bad_updates, planned.steps + 1):
         newest = [point for point in points if point <= full][-divergence.kept(planned) :]
@@ -159,12 +161,12 @@ def test_a_streak_goes_on_over_a_stop(recipe, tmp_path, monkeypatch):
     trained(recipe, tmp_path / "whole")
     steps = iter(range(100))
 
-    class Asked(train.Stop):
+    class Asked(loop.StopRequest):
         def after(self, call):
             return next(steps) == 26
 
-    monkeypatch.setattr(train, "Stop", Asked)
-    with pytest.raises(train.PreemptedError):
+    monkeypatch.setattr(loop, "StopRequest", Asked)
+    with pytest.raises(loop.PreemptedError):
         trained(recipe, tmp_path / "stopped")
     assert [m["skipped"] for m in Run.load(tmp_path / "stopped").metrics() if m["event"] == "train"][-2:] == [1, 1]
     trained(recipe, tmp_path / "stopped")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from podscale.goodput import DOWN, LOST, History
+from podscale.runs.ledger import DOWN, LOST, History
 
 SETTINGS = "digits --model.width 8 --train.epochs 8 --train.eval_epochs 1 --pod.virtual 1x1 --json".split()
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from disturbed import Training, kill
+from support.disturbed import Training, kill
 
 MOMENTS = ("starting", "training", "saving", "deleting")
 

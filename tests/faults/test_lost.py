@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from processes import (
+from support.processes import (
     SETTINGS,
     STEPS,
     alone,
@@ -72,18 +72,18 @@ def test_whoever_is_killed_the_others_end_by_name_and_the_run_goes_on(tmp_path, 
 
 REFUSER = """
 import sys
-from podscale import cli
-from podscale.data import loader
+from podscale.cli import main as cli
+from podscale.data import prefetch
 from podscale.errors import UserError
 
-def refusing(self, take=loader.Batches.__next__, seen=[]):
+def refusing(self, take=prefetch.Batches.__next__, seen=[]):
     seen.append(1)
     if len(seen) == 5:
         raise UserError("3 of 10 pictures cannot be read")
     return take(self)
 
 if sys.argv[sys.argv.index("--process") + 1] == "1":
-    loader.Batches.__next__ = refusing
+    prefetch.Batches.__next__ = refusing
 sys.argv = ["podscale", "train", *sys.argv[1:]]
 cli.run()
 """

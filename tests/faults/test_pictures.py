@@ -9,13 +9,14 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from podscale import job as jobs
-from podscale import pod, train
+from podscale import pod
 from podscale import recipe as recipes
-from podscale.data.index import open_index
+from podscale.config.options import Options
+from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
-from podscale.options import Options
-from podscale.run import Run
+from podscale.runs.folder import Run
+from podscale.training import evaluate as evaluates
+from podscale.training import loop, setup
 
 N = 1200  # of which a share of 0.002 may be bad: two
 COLOURS = ((200, 40, 40), (40, 200, 40))
@@ -62,8 +63,8 @@ def spoil(index, sample):
 
 def seen(recipe, shape, cache):
     """Pixels and labels of an epoch, and what is said of it."""
-    job = jobs.cached(jobs.prepare(recipe, pod.of(jax.devices(), shape)), Options(cache=cache))
-    with jobs.train_batches(job, job.plan.calls()) as batches:
+    job = setup.cached(setup.prepare(recipe, pod.of(jax.devices(), shape)), Options(cache=cache))
+    with setup.train_batches(job, job.plan.calls()) as batches:
         made = [(np.asarray(batch.images), np.asarray(batch.labels)) for batch in batches]
         return made, sorted(batches.bad.news())
 
@@ -77,7 +78,7 @@ def test_the_next_picture_of_the_lane_takes_the_place_of_a_bad_one(recipe, cache
     paths = [spoil(train_index, sample) for sample in bad]
     harmed, said = seen(recipe, "2x2", cache)
     assert [path for path, text in itertools.product(sorted(paths), said) if path in text] == sorted(paths)
-    order = jobs.Order(len(train_index), 2, 64, recipe.train.seed)
+    order = setup.Order(len(train_index), 2, 64, recipe.train.seed)
     for step, ((images, labels), (before, labels_before)) in enumerate(zip(harmed, whole, strict=True)):
         samples, _ = order.at(step, np.arange(64))
         replaced = np.isin(samples, bad)
@@ -91,7 +92,7 @@ def test_a_run_tells_of_bad_pictures_lists_them_and_goes_on(recipe, tmp_path_fac
     splits = open_index(recipe.data)
     bad = [spoil(splits.train, 7), spoil(splits.train, 800)]
     run = tmp_path_factory.mktemp("runs") / "run"
-    summary = train.train(recipe, pod=pod.of(jax.devices(), "1x1"), folder=run, console=Console(width=400))
+    summary = loop.train(recipe, pod=pod.of(jax.devices(), "1x1"), folder=run, console=Console(width=400))
     assert summary["steps"] == 18
     listed = Run.load(run).bad_pictures(0).read_text()
     said = capsys.readouterr().out
@@ -104,7 +105,7 @@ def test_more_bad_pictures_than_allowed_stop_the_run(recipe, tmp_path_factory):
     for sample in (7, 300, 800):
         spoil(splits.train, sample)
     with pytest.raises(UserError, match=r"3 of 1100 pictures cannot be read, more than data.bad_share allows"):
-        train.train(
+        loop.train(
             recipe,
             pod=pod.of(jax.devices(), "1x1"),
             folder=tmp_path_factory.mktemp("runs") / "run",
@@ -114,8 +115,8 @@ def test_more_bad_pictures_than_allowed_stop_the_run(recipe, tmp_path_factory):
 
 def test_an_unreadable_validation_picture_counts_as_wrong(recipe):
     allowed = recipes.override(recipe, {"data.bad_share": 0.05})
-    job = jobs.prepare(allowed, pod.of(jax.devices(), "1x2"))
-    evaluate = jobs.Evaluator(job)
+    job = setup.prepare(allowed, pod.of(jax.devices(), "1x2"))
+    evaluate = evaluates.Evaluator(job)
     before = evaluate(job.state)
     # The untrained model calls everything by one name: either class may be the one that it gets right.
     bad = [

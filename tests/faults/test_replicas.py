@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from podscale import pod, train
+from podscale import pod
 from podscale import recipe as recipes
+from podscale.config.options import Options
 from podscale.errors import UserError
-from podscale.faults import OddReplicaError, Replicas
-from podscale.options import Options
-from podscale.run import Run
+from podscale.runs.folder import Run
+from podscale.training import loop
+from podscale.training.replicas import ReplicaCheck, ReplicaMismatchError
 
 
 def flipped(array, device, bit=0):
@@ -38,14 +39,14 @@ def replicated(mesh, *arrays):
 @pytest.mark.parametrize("which", [0, 3])
 def test_the_device_whose_copy_differs_is_named(mesh, bit, which):
     arrays = replicated(mesh, jnp.arange(50.0), jnp.ones((3, 4), jnp.int32))
-    replicas = Replicas(mesh, every=10)
+    replicas = ReplicaCheck(mesh, every=10)
     replicas.check(10, arrays)
     device = mesh.devices.flat[which]
     harmed = [flipped(arrays[0], device, bit), arrays[1]]
     replicas.check(19, harmed)  # not due
-    with pytest.raises(OddReplicaError, match=f"at step 20 what {device} holds differs from the rest"):
+    with pytest.raises(ReplicaMismatchError, match=f"at step 20 what {device} holds differs from the rest"):
         replicas.check(20, harmed)
-    with pytest.raises(OddReplicaError):
+    with pytest.raises(ReplicaMismatchError):
         replicas.check(21, harmed, now=True)
 
 
@@ -53,8 +54,8 @@ def test_without_a_majority_all_are_named(mesh):
     (array,) = replicated(mesh, jnp.arange(8.0))
     for which in (0, 1):
         array = flipped(array, mesh.devices.flat[which])
-    with pytest.raises(OddReplicaError, match=", ".join(map(str, mesh.devices.flat))):
-        Replicas(mesh, every=1).check(1, [array])
+    with pytest.raises(ReplicaMismatchError, match=", ".join(map(str, mesh.devices.flat))):
+        ReplicaCheck(mesh, every=1).check(1, [array])
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def losses(folder):
 
 def harming(monkeypatch, at, times):
     """Flips a bit of one device's parameters before that call of the step, in the first sessions of a run."""
-    compiled_step, left = train.compiled_step, [times]
+    compiled_step, left = loop.compile_train_step, [times]
 
     def compiled(job, run):
         call, seen = compiled_step(job, run), [0]
@@ -86,14 +87,14 @@ def harming(monkeypatch, at, times):
 
         return harmed
 
-    monkeypatch.setattr(train, "compiled_step", compiled)
+    monkeypatch.setattr(loop, "compile_train_step", compiled)
 
 
 def test_a_run_goes_back_to_its_checkpoint_and_ends_as_if_nothing_had_been(recipe, tmp_path, monkeypatch, capsys):
     where, options = pod.of(jax.devices(), "2x2"), Options(check_steps=4)
-    train.train(recipe, pod=where, options=options, folder=tmp_path / "whole", console=Console(quiet=True))
+    loop.train(recipe, pod=where, options=options, folder=tmp_path / "whole", console=Console(quiet=True))
     harming(monkeypatch, at=17, times=1)
-    train.train(recipe, pod=where, options=options, folder=tmp_path / "harmed", console=Console(width=300))
+    loop.train(recipe, pod=where, options=options, folder=tmp_path / "harmed", console=Console(width=300))
     said = capsys.readouterr().out
     assert "differs from the rest; going back to the last checkpoint" in said
     assert "resuming after step 12" in said
@@ -104,7 +105,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_ends_as_if_nothing_had_been(recip
 def test_a_device_that_goes_wrong_again_and_again_ends_the_run(recipe, tmp_path, monkeypatch):
     harming(monkeypatch, at=2, times=100)
     with pytest.raises(UserError, match="and not for the first time"):
-        train.train(
+        loop.train(
             recipe,
             pod=pod.of(jax.devices(), "2x2"),
             options=Options(check_steps=4),

@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
-from processes import environment
+from support.processes import environment
 
-from podscale.run import Run
+from podscale.runs.folder import Run
 
 SETTINGS = "digits --model.width 8 --train.epochs 6 --train.eval_epochs 3 --json".split()
 PREEMPTED, TIMEOUT_S = 75, 900

@@ -8,9 +8,9 @@ import threading
 import time
 
 import pytest
-from processes import SETTINGS, by_hand, ended, free_port, journal, started, until_step
+from support.processes import SETTINGS, by_hand, ended, free_port, journal, started, until_step
 
-from podscale.stragglers import Pace, Stragglers, judge
+from podscale.processes.stragglers import Pace, Stragglers, judge
 
 
 def paces(*changed, processes=4):
@@ -71,17 +71,17 @@ def test_a_slow_look_is_told_when_it_is_confirmed_and_once():
 
 SLOW_INPUT = """
 import sys, time
-from podscale import cli
-from podscale.data import loader
+from podscale.cli import main as cli
+from podscale.data import prefetch
 
-def slow(self, take=loader.Batches.__next__, seen=[time.monotonic()]):
+def slow(self, take=prefetch.Batches.__next__, seen=[time.monotonic()]):
     took = time.monotonic() - seen[0]  # by the call before
     time.sleep(min(2 * took, 2.0) / (2 if len(seen) > 1 else 1))
     seen[:] = [time.monotonic()]
     return take(self)
 
 if sys.argv[sys.argv.index("--process") + 1] == "1":
-    loader.Batches.__next__ = slow
+    prefetch.Batches.__next__ = slow
 sys.argv = ["podscale", "train", *sys.argv[1:]]
 cli.run()
 """

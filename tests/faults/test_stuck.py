@@ -6,22 +6,22 @@ import subprocess
 import sys
 
 import pytest
-from test_stop import SETTINGS, TIMEOUT_S, ended, start, until_step
+from faults.test_stop import SETTINGS, TIMEOUT_S, ended, start, until_step
 
 STUCK = 70
 
 SLEEPER = """
 import sys, time
-from podscale import cli
-from podscale.data import loader
+from podscale.cli import main as cli
+from podscale.data import prefetch
 
-def sleeping(self, take=loader.Batches.__next__, seen=[]):
+def sleeping(self, take=prefetch.Batches.__next__, seen=[]):
     seen.append(1)
     if len(seen) == 5:
         time.sleep(300)
     return take(self)
 
-loader.Batches.__next__ = sleeping
+prefetch.Batches.__next__ = sleeping
 sys.argv = ["podscale", "train", *sys.argv[1:]]
 cli.run()
 """

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import jax
 import pytest
-import writers
+from support import writers
 
-from podscale import job as jobs
 from podscale import pod
 from podscale import recipe as recipes
-from podscale.data import cropping, decode, randaugment
+from podscale.data import crop, decode, randaugment
+from podscale.training import setup
 
 
 @pytest.fixture
@@ -45,16 +45,16 @@ def test_no_process_is_started_to_decode(recipe, monkeypatch, decoder):
     monkeypatch.setenv("PODSCALE_DECODER", decoder if decode.native is not None else "plain")
     before, forked = children(), []
     os.register_at_fork(before=lambda: forked.append(threading.current_thread().name))
-    job = jobs.prepare(recipe, pod.of(jax.devices()[:1], "1x1"))
-    with jobs.train_batches(job, job.plan.calls()[:6]) as batches:
+    job = setup.prepare(recipe, pod.of(jax.devices()[:1], "1x1"))
+    with setup.train_batches(job, job.plan.calls()[:6]) as batches:
         for _ in batches:
             assert children() == before
     assert not [name for name in forked if name.startswith("podscale")]
 
 
-@pytest.mark.parametrize(("module", "function"), [(cropping, "crop_batch"), (randaugment, "apply_batch")])
+@pytest.mark.parametrize(("module", "function"), [(crop, "crop_batch"), (randaugment, "apply_batch")])
 def test_a_thread_that_runs_out_of_memory_ends_the_batches_with_that(recipe, monkeypatch, module, function):
-    job = jobs.prepare(recipe, pod.of(jax.devices()[:1], "1x1"))
+    job = setup.prepare(recipe, pod.of(jax.devices()[:1], "1x1"))
     work, seen = getattr(module, function), []
 
     def failing(*args, **more):
@@ -65,7 +65,7 @@ def test_a_thread_that_runs_out_of_memory_ends_the_batches_with_that(recipe, mon
 
     monkeypatch.setattr(module, function, failing)
     with (
-        jobs.train_batches(job, job.plan.calls()) as batches,
+        setup.train_batches(job, job.plan.calls()) as batches,
         pytest.raises(MemoryError, match="no room for a picture"),
     ):
         list(batches)

@@ -63,6 +63,3 @@ def tile(data: Buffer, max_pixels: int, /) -> bytes:
 
     Raises ValueError, with the reason, for what cannot be transcoded without loss.
     """
-
-def last_words(words: str, code: int, /) -> None:
-    """Has abort(), whoever calls it, write these words to stderr, at most 1024 bytes, and end with this exit code."""

@@ -42,14 +42,16 @@ from PIL.WebPImagePlugin import WebPImageFile
 from podscale.errors import UserError
 
 native: ModuleType | None
+
+
 try:
     from podscale.data import _native as native
 except ImportError:  # the package was installed where there is no C compiler or no libjpeg-turbo
     native = None
 
+
 MAX_PIXELS = 2**28
 PPM_HEADER_BYTES = 1024  # no header is longer
-
 # Pillow warns of flaws that leave the pixels whole. Its own limits on pixels live in `Image.open`, which is not used
 # here: it would change a setting of the whole process to move them.
 warnings.filterwarnings("ignore", module=r"PIL\.")

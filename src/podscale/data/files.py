@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data import decode
-from podscale.data.table import Strings, Table
+from podscale.data.index.table import Strings, Table
 from podscale.errors import UserError
 
 THREADS = 16  # they mostly wait for the disk
 PICTURES_PER_TASK = 256
-
 # What the scan of a data set tells: what is being counted, how many are done, and of how many.
 Progress = Callable[[str, int, int], None]
 

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from podscale.data import cropping, randaugment, resident
-from podscale.data.ahead import Batch, Batches
-from podscale.data.bad import UNREADABLE, BadPictures
+from podscale.data import crop, picks, randaugment
+from podscale.data.bad_images import UNREADABLE, BadPictures
 from podscale.data.blocks import Blocks, eval_blocks
-from podscale.data.index import Index
+from podscale.data.index.dataset import Index
 from podscale.data.order import Order, batches_at, crop_boxes, eval_boxes
+from podscale.data.prefetch import Batch, Batches
 from podscale.data.staging import Staging
 from podscale.plan import Plan
 from podscale.recipe import Recipe
@@ -95,7 +95,7 @@ def eval_pictures(
     chosen, size = np.asarray(samples, np.int64), recipe.data.image_size
     out = np.empty((len(chosen), size, size, 3), np.uint8)
     boxes = eval_boxes(recipe.data.eval_fraction, index.sizes[chosen])
-    cropping.crop_batch(index, chosen, boxes, np.zeros(len(chosen), bool), size, out, pool)
+    crop.crop_batch(index, chosen, boxes, np.zeros(len(chosen), bool), size, out, pool)
     return out
 
 
@@ -175,7 +175,7 @@ class _TrainJob:
         boxes, flips = crop_boxes(augment, seed, passes[left], samples, sizes, data.image_size, fraction=fraction)
         all_left = len(left) == len(out)
         pixels = out if all_left else np.empty((len(left), *out.shape[1:]), np.uint8)
-        cropping.crop_batch(self.index, samples, boxes, flips, data.image_size, pixels, pool, bad)
+        crop.crop_batch(self.index, samples, boxes, flips, data.image_size, pixels, pool, bad)
         if not all_left:
             out[left] = pixels
         for place, why in bad:
@@ -188,9 +188,9 @@ class _PickJob(_TrainJob):
 
     def make(self, steps: range, pool: Executor, staging: Staging) -> Batch:
         samples, passes = self.samples(steps)
-        chosen = np.zeros((len(samples), *self.shards.block, resident.PICK), np.int32)
+        chosen = np.zeros((len(samples), *self.shards.block, picks.PICK_NUMBERS), np.int32)
         labels = np.zeros(chosen.shape[:-1], np.int32)
-        chosen[:, : len(steps)] = resident.picks(self.recipe, self.index, samples, passes)
+        chosen[:, : len(steps)] = picks.make_picks(self.recipe, self.index, samples, passes)
         labels[:, : len(steps)] = self.index.labels[samples]
         return Batch(self.shards.assemble(chosen), self.shards.assemble(labels), len(steps))
 
@@ -221,7 +221,7 @@ class _EvalJob:
         boxes = eval_boxes(data.eval_fraction, self.index.sizes[samples])
         flips = np.zeros(len(samples), bool)
         bad = list[tuple[int, str]]()
-        cropping.crop_batch(self.index, samples, boxes, flips, data.image_size, flat[: len(samples)], pool, bad)
+        crop.crop_batch(self.index, samples, boxes, flips, data.image_size, flat[: len(samples)], pool, bad)
         for place, why in bad:
             self.bad.add(int(samples[place]), why)
             flat[place], labels.reshape(-1)[place] = 0, UNREADABLE

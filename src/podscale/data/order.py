@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from podscale import recipe
+from podscale.config.suggestions import divisors, suggest_numbers
 from podscale.data.random import Stream, permutation, uniform, words
-from podscale.errors import UserError, divisors, nearest_numbers
+from podscale.errors import UserError
 
 # Passes of neighbouring lanes drift apart by one sample a pass; with this many samples a lane, the drift is no more
 # than a 500th of a pass in each pass.
@@ -85,7 +86,7 @@ def _check(order: Order) -> None:
     if order.samples < 1:
         raise UserError("there are no training pictures to order; check data.path")
     if order.batch % order.lanes:
-        hint = nearest_numbers(order.lanes, divisors(order.batch))
+        hint = suggest_numbers(order.lanes, divisors(order.batch))
         raise UserError(f"data.lanes {order.lanes} does not divide batch.size {order.batch}; {hint}")
     most = max(1, order.samples // LEAST_SAMPLES_PER_LANE)
     if order.lanes > most:

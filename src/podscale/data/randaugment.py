@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
-from podscale.data.cropping import PICTURES_PER_TASK, spread
+from podscale.data.crop import PICTURES_PER_TASK, spread
 from podscale.data.random import Stream, uniform
 
 STRONGEST = 30.0
-
 Picture = Image.Image
 
 

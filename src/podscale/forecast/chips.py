@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from podscale.errors import UserError, nearest
+from podscale.config.suggestions import suggest_names
+from podscale.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ def chip(kind: str) -> Chip:
     """The row for a pod's kind; a kind without one cannot be forecast."""
     found = known(kind)
     if found is None:
-        raise UserError(f"nothing is known of the speed of chip kind {kind!r}: {nearest(kind, kinds())}")
+        raise UserError(f"nothing is known of the speed of chip kind {kind!r}: {suggest_names(kind, kinds())}")
     return found
 
 
-def rows(name: str) -> dict[str, Any]:
-    """The tables of a data file of this room."""
-    return tomllib.loads(resources.files("podscale.forecast").joinpath(f"{name}.toml").read_text())
+def read_tables(package: str, name: str) -> dict[str, Any]:
+    """Read a TOML data file that is shipped with a package."""
+    return tomllib.loads(resources.files(package).joinpath(name).read_text())
 
 
 _JAX_NAMES = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
@@ -83,7 +84,7 @@ def _short(kind: str) -> str:
 
 @functools.cache
 def _table() -> dict[str, Chip]:
-    return {kind: _read(kind, fields) for kind, fields in rows("chips").items()}
+    return {kind: _read(kind, fields) for kind, fields in read_tables(__package__, "chips.toml").items()}
 
 
 def _read(kind: str, fields: dict[str, Any]) -> Chip:

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from podscale.collectives import STRATEGIES
+from podscale.config.options import Options
 from podscale.forecast import chips, network, probe
-from podscale.options import Options
+from podscale.parallel.summation import STRATEGIES
 from podscale.plan import BUCKET_MIB
-from podscale.pod import Pod, everyone, first_ones
+from podscale.pod import Pod
+from podscale.processes.group import all_agree, broadcast_int
 
 WORTH = 0.9  # another strategy than XLA's is taken if it should need at most this share of the time
 BUCKETS_MIB = (0, 8, 16, 32, 64, 128)
@@ -66,7 +67,7 @@ def _one_machine() -> bool:
         os.readlink("/proc/self/ns/net") if os.path.islink("/proc/self/ns/net") else ""
     )  # containers and namespaces have their own
     own = zlib.crc32(f"{socket.gethostname()} {network_of}".encode()) >> 1
-    return everyone(first_ones(own) == own)
+    return all_agree(broadcast_int(own) == own)
 
 
 def _fastest(predicted: dict[str, float], pod: Pod) -> str:
@@ -107,7 +108,7 @@ def as_before(options: Options, pod: Pod, plan: dict[str, Any] | None) -> Option
     names = list(STRATEGIES)
     same = plan is not None and options.summation == "auto" and _same_pod(plan, pod)
     number = names.index(plan["summation"]) if plan and same and plan["summation"] in names else -1
-    number, mib = first_ones(number), first_ones((plan["bucket_bytes"] if plan and same else 0) >> 20)
+    number, mib = broadcast_int(number), broadcast_int((plan["bucket_bytes"] if plan and same else 0) >> 20)
     if number < 0 or options.summation != "auto":
         return options
     return _with(options, names[number], mib if options.bucket_mib < 0 else None)

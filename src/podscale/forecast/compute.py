@@ -15,11 +15,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from podscale import models
 from podscale.forecast.chips import Chip, chip
-from podscale.memory import equations
+from podscale.models import registry
 from podscale.models.functional import Functional, Tree, functional
-from podscale.norm import Groups
+from podscale.models.jaxpr import iterate_equations
+from podscale.parallel.batch_norm import Groups
 from podscale.recipe import Recipe
 
 # Times that a training step moves the bytes of each convolution's output to or from memory: what the TPU compiler's
@@ -45,7 +45,7 @@ RESNET50 = Work(24.75e9, 253e6, 54, 53, 26_560, 25_557_032)  # at 224 px in bflo
 
 def work_of(recipe: Recipe, classes: int) -> Work:
     """The work of the recipe's own model, counted from its program."""
-    model = nnx.eval_shape(lambda: models.build(recipe.model, classes, recipe.data.image_size))
+    model = nnx.eval_shape(lambda: registry.build(recipe.model, classes, recipe.data.image_size))
     return work_in(recipe, *functional(model))
 
 
@@ -54,7 +54,9 @@ def work_in(recipe: Recipe, net: Functional, params: Tree, stats: Tree) -> Work:
     size = recipe.data.image_size
     image = jax.ShapeDtypeStruct((1, size, size, 3), recipe.model.precision)
     traced = jax.make_jaxpr(lambda p, s, x: net.train(p, s, x, Groups()))(params, stats, image)
-    products = [e for e in equations(traced.jaxpr) if e.primitive.name in ("conv_general_dilated", "dot_general")]
+    products = [
+        e for e in iterate_equations(traced.jaxpr) if e.primitive.name in ("conv_general_dilated", "dot_general")
+    ]
     moments = [leaf.shape for leaf in jax.tree.leaves(stats)]  # a mean and a variance for each batch norm
     return Work(
         flops=sum(_flops(e) for e in products) / FORWARD,

@@ -11,11 +11,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from podscale import sharded
-from podscale.collectives import STRATEGIES
 from podscale.forecast import network
 from podscale.forecast.chips import Chip, chip
 from podscale.forecast.compute import FORWARD, Work, best_rate, forward_s, step_s
+from podscale.parallel import sharded
+from podscale.parallel.summation import STRATEGIES
 from podscale.plan import Plan
 
 # Pictures a second that one core brings to 224 px: ImageNet's files as they are, or pixels in memory (docs/results.md).

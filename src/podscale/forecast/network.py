@@ -1,7 +1,7 @@
 """Network: seconds that sums over a pod take, in closed form, from the bytes and hops of each way to do them.
 
 A sum is made of rings that hop in step. In one hop every device of a ring sends one message to the next, which costs
-the hop's latency and the message's bytes over the link's rate. `tests/test_forecast_network.py` sends every message of
+the hop's latency and the message's bytes over the link's rate. `tests/forecast/test_network.py` sends every message of
 a torus over its links, one by one, and comes to the same times.
 """
 

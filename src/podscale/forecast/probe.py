@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from podscale.collectives import Way, along_columns, along_rows, backwards, laid, through_all
 from podscale.forecast import network
 from podscale.forecast.network import Axis
+from podscale.parallel.collectives import Way, along_columns, along_rows, lay_rings, reverse, through_all
 from podscale.pod import ALL_AXES, CORE, Pod
 
 SMALL, LARGE = 64, 256 << 10  # bytes of the messages
@@ -88,8 +88,8 @@ class Probe:
 
 
 ONE_ROW, ONE_COLUMN, ONE_WALK = (along_rows,), (along_columns,), (through_all,)
-BOTH_WAYS = (through_all, backwards(through_all))
-FOUR_WAYS = (along_rows, backwards(along_rows), along_columns, backwards(along_columns))
+BOTH_WAYS = (through_all, reverse(through_all))
+FOUR_WAYS = (along_rows, reverse(along_rows), along_columns, reverse(along_columns))
 
 
 def measured(pod: Pod) -> Probe:
@@ -112,7 +112,7 @@ def _hops(cores: int, ways: Sequence[Way]) -> Callable[[jax.Array, int], Any]:
     """A message of `x` along each of the ways, some hops in a row; the cores of a chip share it."""
 
     def body(x: jax.Array, hops: int) -> Any:
-        rings = [ring for (ring,) in laid([(way,) for way in ways], cores)]
+        rings = [ring for (ring,) in lay_rings([(way,) for way in ways], cores)]
         share = -(-x.size * len(ways) // (len(rings) * cores))
         xs = [x[:share] for _ in rings]
         for _ in range(hops):

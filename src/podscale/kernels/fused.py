@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from podscale.kernels import plain, pointwise
+from podscale.kernels import pointwise, reference
 from podscale.kernels.shape import Shape
 
 Array = jax.Array
@@ -68,7 +68,7 @@ def _forward(shape: Shape, *given: Any) -> Any:
     x, _, affine, rest, _, rest_affine, kernel = given
     inputs = shape, x, affine, rest, rest_affine, kernel
     found = pointwise.forward(*inputs) if pointwise.fits(shape, x, kernel) else None
-    y, z, sums = found or plain.forward(*inputs)
+    y, z, sums = found or reference.forward(*inputs)
     saved = x if affine else None, y, rest if rest_affine else None, z, affine, rest_affine, kernel
     return (y, z, sums, _ones(shape.groups, z)), (saved, () if rest is None else ((),))
 
@@ -84,9 +84,9 @@ def _backward(shape: Shape, kept: Any, cotangents: Any) -> Any:
     if found:
         g, dkernel, sums, whole = found
         if whole is not None:
-            (dkernel,) = jax.vjp(lambda kernel: plain.convolved(shape, y, kernel), kernel)[1](whole)
+            (dkernel,) = jax.vjp(lambda kernel: reference.convolved(shape, y, kernel), kernel)[1](whole)
     else:
-        g, dkernel, sums = plain.backward(*inputs)
+        g, dkernel, sums = reference.backward(*inputs)
     if not affine:
         return g, None, (), None, None, (), dkernel
     by_affine = (sums[1], sums[0])
@@ -111,12 +111,12 @@ def raw(groups: int, z: Array, *, counts: bool) -> Raw:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _counted(groups: int, z: Array) -> tuple[Array, Array, Array]:
-    return z, plain.counted(Shape(groups), z), _ones(groups, z)
+    return z, reference.counted(Shape(groups), z), _ones(groups, z)
 
 
 def _counted_backward(groups: int, z: Array, cotangents: Any) -> tuple[Array]:
     dz, dsums, factor = cotangents
-    return (plain.settled(dz, z, (factor, dsums[0], 2 * dsums[1])),)
+    return (reference.settled(dz, z, (factor, dsums[0], 2 * dsums[1])),)
 
 
 _counted.defvjp(lambda groups, z: (_counted(groups, z), z), _counted_backward)
@@ -138,7 +138,7 @@ def _activation(
     rest_factor: Array | None,
     rest_affine: Affine,
 ) -> Array:
-    return plain.rectified(x, affine, rest, rest_affine)
+    return reference.rectified(x, affine, rest, rest_affine)
 
 
 def _activation_forward(groups: int, *inputs: Any) -> Any:
@@ -148,8 +148,8 @@ def _activation_forward(groups: int, *inputs: Any) -> Any:
 def _activation_backward(groups: int, inputs: Any, dy: Array) -> Any:
     x, _, affine, rest, _, rest_affine = inputs
     shape = Shape(groups)
-    y = plain.rectified(x, affine, rest, rest_affine)  # once more, which is cheaper than to keep it
-    g, sums = plain.masked(shape, dy, x, y, rest if rest_affine else None)
+    y = reference.rectified(x, affine, rest, rest_affine)  # once more, which is cheaper than to keep it
+    g, sums = reference.masked(shape, dy, x, y, rest if rest_affine else None)
     by_rest = (g, rest_affine[0], (sums[2], sums[0])) if rest_affine else (None if rest is None else g, None, ())
     return g, affine[0], (sums[1], sums[0]), *by_rest
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from podscale.kernels import product
-from podscale.kernels.cut import BLOCKS, ROWS, cut
+from podscale.kernels import matmul
+from podscale.kernels.blocking import BLOCKS, ROWS, cut
 from podscale.kernels.shape import Shape
 
 Array = jax.Array
@@ -36,7 +36,7 @@ def forward(
     if found is None:
         return None
     flat = tuple(value.reshape(rows, depth) for value in left)
-    y, z, sums, _ = product.product(
+    y, z, sums, _ = matmul.product(
         found, flat, tuple(vectors), kernel.reshape(depth, columns), rectify=True, interpret=_interpreter(shape)
     )
     return (x if y is None else y.reshape(x.shape)), z.reshape(*x.shape[:-1], columns), sums
@@ -70,7 +70,7 @@ def backward(
     if found is None:
         return None
     flat = partial(jnp.reshape, shape=(rows, depth))
-    whole, g, sums, weights = product.product(
+    whole, g, sums, weights = matmul.product(
         found,
         tuple(value.reshape(rows, columns) for value in left),
         tuple(vectors),
@@ -87,4 +87,4 @@ def backward(
 
 
 def _interpreter(shape: Shape) -> Any:
-    return product.interpreter() if shape.kernels == "interpret" else None
+    return matmul.interpreter() if shape.kernels == "interpret" else None

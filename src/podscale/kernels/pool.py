@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from podscale.kernels import plain
+from podscale.kernels import reference
 from podscale.kernels.fused import Affine, Raw
 from podscale.kernels.shape import Shape
 
@@ -29,7 +29,7 @@ def twin(x: Array, affine: Affine) -> Array:
     """The same, step by step."""
     images, rows, columns, channels = x.shape
     pixels = x.reshape(images, rows, columns, 2, 2, channels // 4).transpose(0, 1, 3, 2, 4, 5)
-    y = plain.rectified(pixels.reshape(images, 2 * rows, 2 * columns, channels // 4), affine, None, ())
+    y = reference.rectified(pixels.reshape(images, 2 * rows, 2 * columns, channels // 4), affine, None, ())
     return nnx.max_pool(y, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
 
@@ -55,7 +55,7 @@ def _forward(groups: int, x: Array, x_factor: Array, affine: Affine) -> Any:
             raw = jnp.pad(raw, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :rows]  # the block above
         if right == 0:
             raw = jnp.pad(raw, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :columns]
-        here = plain.rectified(raw, affine, None, ())
+        here = reference.rectified(raw, affine, None, ())
         # Beside the picture there is 0, which is never more than what is in it, and takes no part in the gradient.
         if down == 0:
             here = jnp.where(inner_row[:, None, None], here, 0)
@@ -77,7 +77,7 @@ def _forward(groups: int, x: Array, x_factor: Array, affine: Affine) -> Any:
 
 def _backward(groups: int, saved: Any, dy: Array) -> Any:
     most, place, taken, affine = saved
-    g, sums = plain.masked(Shape(groups), dy, taken, most, None)
+    g, sums = reference.masked(Shape(groups), dy, taken, most, None)
     return _unpooled(g, place), jnp.tile(affine[0], 4), (sums[1], sums[0])
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from podscale import recipe
 from podscale.errors import UserError
 from podscale.models.resnet import Conv, draw, param_dtype
-from podscale.norm import BatchNorm
+from podscale.parallel.batch_norm import BatchNorm
 
 PATCH = 2  # side of the patches that are whitened, in pixels
 ALIGNED = 8  # channels, which the matrix units of GPUs take at once; three are filled up with zeros

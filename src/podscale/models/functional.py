@@ -13,10 +13,11 @@ import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from podscale.errors import UserError, nearest
-from podscale.models import chain, folded
+from podscale.config.suggestions import suggest_names
+from podscale.errors import UserError
+from podscale.models import folded_resnet, fused_resnet
 from podscale.models.resnet import ResNet
-from podscale.norm import BatchNorm, Groups, Moments, distribute
+from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, distribute
 
 Tree = Any  # nested dicts of arrays
 BODY = "body"  # all layers but the head
@@ -48,14 +49,14 @@ class Functional:
             if isinstance(module, BatchNorm) and self.frozen(dotted(path)):
                 module.use_running_average = True
         fused = kernels and type(model) is ResNet
-        logits = chain.forward(model, images, kernels) if fused else model(images)
+        logits = fused_resnet.forward(model, images, kernels) if fused else model(images)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
 
     def evaluate(self, params: Tree, stats: Tree, images: jax.Array, kernels: str = "") -> jax.Array:
         """Logits by the running statistics; with `kernels`, those of a ResNet are `folded`."""
         model = self.model(params, stats)
         model.eval()
-        return folded.forward(model, images) if kernels and type(model) is ResNet else model(images)
+        return folded_resnet.forward(model, images) if kernels and type(model) is ResNet else model(images)
 
     def model(self, params: Tree, stats: Tree) -> Any:
         """The flax module with these numbers in it."""
@@ -153,7 +154,7 @@ def _check_freeze(net: Functional, names: list[str]) -> None:
             raise UserError("model.freeze body needs a model with a `head` or a list of `layers`; name layers instead")
         if place != BODY and not any(within(name, (place,)) for name in names):
             parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, 1 + name.count("."))}
-            raise UserError(f"model.freeze: the model has no layer {place!r}: {nearest(place, parts)}")
+            raise UserError(f"model.freeze: the model has no layer {place!r}: {suggest_names(place, parts)}")
     if net.freeze and all(net.frozen(name) for name in names):
         raise UserError("model.freeze leaves nothing to learn; leave out a layer, such as the head")
 

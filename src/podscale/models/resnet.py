@@ -19,8 +19,9 @@ from flax import nnx
 from jax import lax
 
 from podscale import recipe
-from podscale.errors import UserError, nearest_numbers
-from podscale.norm import BatchNorm
+from podscale.config.suggestions import suggest_numbers
+from podscale.errors import UserError
+from podscale.parallel.batch_norm import BatchNorm
 
 
 def param_dtype(precision: str) -> Any:
@@ -258,5 +259,5 @@ def _check_size(stem: str, size: int) -> None:
     least = 8 if stem == "small" else 32  # pixels that become the last map's one
     step, words = (2, "an even number, at least") if stem == "space_to_depth" else (1, "at least")
     if size < least or size % step:
-        around = nearest_numbers(size, range(least, max(size, least) + 2, step))
+        around = suggest_numbers(size, range(least, max(size, least) + 2, step))
         raise UserError(f"data.image_size {size} does not fit the stem {stem}, which needs {words} {least}; {around}")

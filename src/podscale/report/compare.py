@@ -18,8 +18,9 @@ from podscale.report.history import (
 )
 from podscale.report.html import document, table
 from podscale.report.page import accuracy, devices, minutes
-from podscale.report.timing import goodput_of
-from podscale.run import Run, write_atomically
+from podscale.report.time_section import goodput_of
+from podscale.runs.folder import Run
+from podscale.storage.files import write_atomically
 
 SCRIPTS = ("chart.js", "compare.js")
 MOST = 24  # runs on one page; beyond that no one tells the curves apart

@@ -6,7 +6,6 @@ from typing import Any
 from podscale.report.html import colour, number
 
 POINTS = 1000  # in a curve; longer ones are averaged down
-
 Line = dict[str, Any]
 
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from podscale.report import evidence, pod_words, timing
+from podscale.report import mistakes_section, pod_section, time_section
 from podscale.report.history import (
     POINTS,
     Line,
@@ -25,7 +25,8 @@ from podscale.report.history import (
     training_s,
 )
 from podscale.report.html import cards, cell, colour, document, number, table
-from podscale.run import Run, write_atomically
+from podscale.runs.folder import Run
+from podscale.storage.files import write_atomically
 
 ROWS = 40  # in the table of training steps
 SCRIPTS = ("chart.js", "torus.js", "page.js")
@@ -55,13 +56,13 @@ def text(run: Run) -> str:
         parts=_keys(spent_curves(trained)),
         evaluations=_evaluations(evaluated, plan),
         steps=_steps(trained, plan),
-        evidence=evidence.section(run.findings(), names, plan["steps_per_epoch"]),
-        bad=evidence.bad_pictures(run.all_bad_pictures()),
-        time=timing.ledger(summary, run.folder, len(sessions(lines))),
-        predicted=timing.predicted(summary),
-        pod=escape(pod_words.pod(plan)),
-        phases="".join(_phase(*phase) for phase in pod_words.phases(plan)),
-        hops=pod_words.hops(plan),
+        evidence=mistakes_section.section(run.findings(), names, plan["steps_per_epoch"]),
+        bad=mistakes_section.bad_pictures(run.all_bad_pictures()),
+        time=time_section.ledger(summary, run.folder, len(sessions(lines))),
+        predicted=time_section.predicted(summary),
+        pod=escape(pod_section.pod(plan)),
+        phases="".join(_phase(*phase) for phase in pod_section.phases(plan)),
+        hops=pod_section.hops(plan),
         plan=table([], _plan_rows(plan, run), "the plan"),
         environment=_environment(plan),
         classes=f"<p>{escape(', '.join(names))}</p>",
@@ -76,7 +77,7 @@ def _drawn(lines: list[Line], trained: list[Line], evaluated: list[Line], plan: 
         "train": training_curves(trained),
         "val": evaluation_curves(evaluated),
         "spent": spent_curves(trained),
-        "pauses": list(timing.PAUSES),
+        "pauses": list(time_section.PAUSES),
         "colours": {part: colour(part) for line in trained for part in line.get("spent", ())},
         "resumes": [line["step"] for line in lines if line["event"] == "start" and line["step"]],
         "steps_per_epoch": plan["steps_per_epoch"],
@@ -112,7 +113,7 @@ def _status(lines: list[Line], plan: Line, summary: Line) -> str:
 def _headline(run: Run, lines: list[Line], plan: Line, summary: Line) -> list[tuple[str, str, str]]:
     evaluated, trained = by_step(lines, "eval"), by_step(lines, "train")
     count, rate = len(sessions(lines)), summary.get("images_per_s") or mean_rate(trained)
-    seconds, good = training_s(lines, run.recipe.batch.size), timing.goodput_of(summary, run.folder)
+    seconds, good = training_s(lines, run.recipe.batch.size), time_section.goodput_of(summary, run.folder)
     in_sessions = f", in {count} sessions" if count > 1 else ""
     return [
         ("accuracy at the end" if summary else "accuracy so far", *accuracy(evaluated[-1:], plan)),

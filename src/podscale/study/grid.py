@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from podscale import recipe as recipes
-from podscale.errors import UserError, nearest
+from podscale.config.suggestions import suggest_names
+from podscale.errors import UserError
 from podscale.recipe import SECTIONS, Recipe
 
 MEASURES = ("accuracy", "best_accuracy", "accuracy_top5", "train_s", "images_per_s")
@@ -77,10 +78,10 @@ def load(path: str | Path, changes: dict[str, Any] | None = None, seeds: Sequenc
         raise UserError(f"the study {path} is not valid TOML: {error}") from None
     for key in tables:
         if key not in KEYS:
-            raise UserError(f"a study has no {key!r}: {nearest(key, KEYS)}")
+            raise UserError(f"a study has no {key!r}: {suggest_names(key, KEYS)}")
     measure = tables.get("measure", "accuracy")
     if measure not in MEASURES:
-        raise UserError(f"a study's measure cannot be {measure!r}: {nearest(str(measure), MEASURES)}")
+        raise UserError(f"a study's measure cannot be {measure!r}: {suggest_names(str(measure), MEASURES)}")
     cases = tuple(_cases(path, tables, changes or {}))
     seeds = _seeds(list(seeds) or tables.get("seeds", [0]))
     for case in cases:
@@ -199,7 +200,7 @@ def flat(tables: Any, where: str) -> dict[str, Any]:
 
 
 def _sections(name: str) -> str:
-    return nearest(name, SECTIONS)
+    return suggest_names(name, SECTIONS)
 
 
 def _shown(value: Any) -> str:

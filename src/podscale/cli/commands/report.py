@@ -1,0 +1,43 @@
+"""The commands report, recipes and completion."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from podscale import recipe as recipes
+from podscale.cli.arguments import make_console
+from podscale.errors import UserError
+
+
+def report(arguments: argparse.Namespace) -> Any:
+    from podscale.report import compare, page
+    from podscale.runs.folder import Run
+
+    runs = [Run.load(folder) for folder in arguments.runs] or [Run.newest()]
+    if len(runs) > 1:
+        path = compare.write(runs, Path(arguments.to or "comparison.html"))
+    elif arguments.to:
+        raise UserError("--to is for comparisons, of two runs or more; a run's own report is in its folder")
+    else:
+        path = page.write(runs[0])
+    make_console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
+    return {"report": str(path), "runs": [str(run.folder) for run in runs]}
+
+
+def list_recipes(arguments: argparse.Namespace) -> Any:
+    found = recipes.presets()
+    console = make_console(arguments)
+    for name, doc in found.items():
+        console.print(f"[bold]{name}[/bold]", highlight=False)
+        for line in doc.splitlines():
+            console.print(f"  {line}", highlight=False, markup=False)
+    return found
+
+
+def show_completion(arguments: argparse.Namespace) -> Any:
+    from podscale.cli.completion import SCRIPTS
+
+    script = SCRIPTS[arguments.shell]
+    if not arguments.json:
+        print(script, end="")
+    return {"shell": arguments.shell, "script": script}

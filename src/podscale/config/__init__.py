@@ -1,0 +1,1 @@
+"""Fields of recipes, machine options and the stop condition: read, checked, documented."""

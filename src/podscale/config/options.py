@@ -1,0 +1,51 @@
+"""What a user may fix about the machine's side of a run; none of it changes what is learnt.
+
+These stand apart from the rooms that use them so that `--help` can list them without importing JAX.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from podscale.config.fields import document_field as _field
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """Which devices, and how they are laid out."""
+
+    shape: str = _field("", "rows x columns of the devices that are there, such as 2x4")
+    virtual: str = _field("", "so many CPU devices instead, such as 2x2: a real, if slow, torus")
+    cores: int = _field(0, "devices that make up a chip; on CPUs so many in each process; 0: as the hardware says")
+    heartbeat_s: float = _field(
+        60.0, "seconds without a sign of life after which a process counts as dead, and all end"
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the recipe is mapped onto the pod; zeros and "auto" leave it to the plan."""
+
+    summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "sharded"] = _field(
+        "auto", "how gradients are summed"
+    )
+    payload: Literal["float32", "bfloat16"] = _field("float32", "what gradients travel as")
+    bucket_mib: int = _field(-1, "gradients travel in buckets of this size; 0: all in one; -1: with summation")
+    micro_batches: int = _field(0, "slices a device works through per update; 0: as few as fit its memory")
+    steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")
+    eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")
+    cache: Literal["auto", "none", "encoded", "decoded", "device"] = _field(
+        "auto",
+        "where pictures are kept: after the first pass in the hosts' memory, or from the start on every device; "
+        "auto: on the devices if that is little of a GPU's or TPU's memory, else decoded or else encoded if they fit",
+    )
+    cache_gib: float = _field(0.0, "memory that the cache may take on each host; 0: half of what is free")
+    save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")
+    timeout_s: float = _field(1800.0, "seconds without progress after which a run counts as stuck and ends; 0: never")
+    check_steps: int = _field(100, "updates between comparisons of all devices' parameters; 0: never")
+    fused: Literal["auto", "on", "off"] = _field(
+        "auto",
+        "ResNets as layers that normalize, rectify and convolve in one go; auto: those with 1x1 convolutions in "
+        "bfloat16, on GPUs that have kernels for it (Hopper), where training is long enough to earn their compilation",
+    )
+    deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
+    keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")

@@ -1,0 +1,1 @@
+"""The kinds of data sets: image folders, tars, TFRecords, parquet files, and raw arrays."""

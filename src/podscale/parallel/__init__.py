@@ -1,0 +1,1 @@
+"""What devices do together: distributed batch normalization, collectives, gradient summation, checksums."""

@@ -1,0 +1,1 @@
+"""Questions about pods that are not there: compile, search, compare with published runs, rehearse."""

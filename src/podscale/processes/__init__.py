@@ -1,0 +1,1 @@
+"""Many processes as one run: schedulers, the process group, heartbeat, watchdog, stragglers, launch."""

@@ -1,0 +1,101 @@
+"""The pod in words: its shape, and what happens in each phase when gradients are summed on it."""
+
+from typing import Any
+
+DRAWN = 8  # rows and columns of chips; larger pods are drawn as an excerpt, as the page's script does
+Line = dict[str, Any]
+
+
+def pod(plan: Line) -> str:
+    """What is drawn, and which chips normalize together."""
+    shape, (h, w) = plan["pod"], plan["tile"]
+    rows, cols = shape["rows"], shape["cols"]
+    words = f"{rows} x {cols} chips as a torus: the last chip of every row and column is linked to the first (dashed)."
+    if rows > DRAWN or cols > DRAWN:
+        words += f" Drawn is an excerpt of {min(rows, DRAWN)} x {min(cols, DRAWN)}, as if it were the whole pod."
+    if shape["cores"] > 1:
+        words += f" The {shape['cores']} cores of a chip add up theirs first, on the chip."
+    if (h, w) == (1, 1):
+        return f"{words} Batch norm: every chip normalizes its own images, in groups of {plan['span']:,}."
+    return f"{words} Batch norm: tiles of {h} x {w} chips normalize {plan['span']:,} images together."
+
+
+# Of each summation: key for the page's script, name of the phase, what happens in it and why that is fast.
+PHASES = {
+    "torus": (
+        ("rows-sum", "Reduce-scatter along rows",
+         "Every chip passes pieces of its gradient to the right and adds what comes from the left, until it owns "
+         "1/{C} of its row's sum; fast, as all chips send at once and only to a neighbour."),
+        ("columns", "All-reduce along columns",
+         "The chips of a column own the same piece and sum it over all rows; fast, as just 1/{C} of the gradient "
+         "travels."),
+        ("rows-share", "All-gather along rows",
+         "The finished pieces go round the row until every chip has them all; fast, as they are only copied, and again "
+         "all links of the rows work at once."),
+    ),
+    "torus4": (
+        ("first", "Four quarters set out",
+         "Two are summed along rows and two along columns, one each way round; fast, as all four links of a chip carry "
+         "data at once."),
+        ("second", "They change direction",
+         "What was summed along rows is now summed along columns, and the other way about; fast, as only the piece "
+         "that a chip owns travels."),
+        ("share", "They go back",
+         "The finished pieces return along the same links until every chip has the whole sum; fast, as they are only "
+         "copied, and still on all four links."),
+    ),
+    "ring": (
+        ("sum", "Once round to add",
+         "All {N:,} chips form one ring; each passes a piece on and adds its own, until it owns 1/{N:,} of the sum; "
+         "every link of the ring works all the time, but the way round is long."),
+        ("share", "Once round to share",
+         "The finished pieces go round again until every chip has them all; they are only copied, but the number of "
+         "hops grows with the number of chips."),
+    ),
+    "sharded": (
+        ("rows-sum", "Reduce-scatter along rows",
+         "Every chip passes pieces of its gradient to the right and adds what comes from the left, until it owns "
+         "1/{C} of its row's sum; fast, as all chips send at once and only to a neighbour."),
+        ("columns", "Along columns, the update, and back",
+         "What a chip owns is summed over its column as well; it updates its own 1/{N:,} of the weights, and that goes "
+         "back; fast, as each weight is updated once and its momentum is kept once."),
+        ("rows-share", "All-gather along rows",
+         "The new weights go round the row until every chip has them all; fast, as they are only copied, and again all "
+         "links of the rows work at once."),
+    ),
+    "ring2": (
+        ("sum", "Once round to add, both ways",
+         "All {N:,} chips form one ring; half of the data goes round it one way and half the other, until each chip "
+         "owns 1/{N:,} of both sums; two links of every chip work all the time, but the way round is long."),
+        ("share", "Once round to share",
+         "The finished pieces go round again, both ways, until every chip has them all; they are only copied, but the "
+         "number of hops grows with the number of chips."),
+    ),
+}  # fmt: skip
+XLA = (
+    "Every chip asks for the sum of all gradients and the compiler chooses the way; fast, as it knows the links: "
+    "on a TPU it takes the two-dimensional way, too."
+)
+
+
+def phases(plan: Line) -> list[tuple[str, str, str]]:
+    """Key, name and words of each phase on a pod of this shape."""
+    R, C = plan["pod"]["rows"], plan["pod"]["cols"]
+    if R * C == 1:
+        return [("none", "One chip", "Its own gradient is the sum already; nothing travels.")]
+    known = PHASES.get(plan["summation"], (("once", "One step", XLA),))
+    idle = ("rows-sum", "rows-share") if C == 1 else ("columns",) if R == 1 else ()
+    return [(key, name, words.format(C=C, N=R * C)) for key, name, words in known if key not in idle]
+
+
+def hops(plan: Line) -> str:
+    """How far the gradients travel on this very pod, however little of it is drawn."""
+    R, C = plan["pod"]["rows"], plan["pod"]["cols"]
+    ring = 2 * (R * C - 1)
+    torus = 2 * (R - 1) + 2 * (C - 1)
+    counts = {"torus": torus, "sharded": torus, "torus4": 4 * (max(R, C) - 1), "ring": ring, "ring2": ring}
+    count = counts.get(plan["summation"])
+    if not count:
+        return ""
+    words = f"On this {R} x {C} pod that takes {count:,} hops from chip to chip"
+    return f"{words}; one ring through all chips would take {ring:,}." if count < ring else f"{words}."

@@ -1,0 +1,44 @@
+"""Lock a folder for one process."""
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+from podscale.errors import UserError
+
+LOCK = "lock"
+
+
+class FolderLock:
+    """A run's folder as one training's own, from `take` to the end of the `with` block or of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Refuses a folder that another training works in, by naming it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = (self._folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise UserError(
+                f"{self._folder} is being trained by {holder}; wait for it, or choose another folder with --run"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        self._file = file
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()

@@ -1,0 +1,1 @@
+"""Input on the devices: augmentation, and images that live there."""

@@ -1,0 +1,1 @@
+"""Who hears of a training: journal, terminal, trackers, report."""

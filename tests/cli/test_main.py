@@ -1,0 +1,470 @@
+"""The command line as people use it: real processes, one JSON object, one sentence for every mistake."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from podscale import recipe as recipes
+from podscale.cli.main import main
+from podscale.cli.parser import make_parser
+from podscale.recipe import presets
+
+VERBS = [
+    ("train",),
+    ("launch",),
+    ("eval",),
+    ("predict",),
+    ("export",),
+    ("report",),
+    ("doctor",),
+    ("completion",),
+    ("plan",),
+    ("recipes",),
+    ("bench",),
+    ("bench", "step"),
+    ("data",),
+]
+VERBS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum")]
+VERBS += [("data", "index"), ("data", "check"), ("data", "show"), ("data", "prepare")]
+DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
+
+
+def podscale(folder, *arguments):
+    """Runs the program in a folder, as on a machine without accelerators."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONWARNINGS")}
+    return subprocess.run(
+        [sys.executable, "-m", "podscale", *map(str, arguments)],
+        cwd=folder,
+        env=environment | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def answer(folder, *arguments):
+    """The one JSON object that a command prints."""
+    done = podscale(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert isinstance(found, dict)
+    assert done.stdout.count("\n") == 1
+    return found
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+def refusal(folder, *arguments):
+    """The one sentence that a command is refused with."""
+    done = podscale(folder, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("podscale: ")
+    return done.stderr.removeprefix("podscale: ").rstrip("\n")
+
+
+def refused_unchanged(folder, *arguments):
+    """The same, of a command that leaves everything as it was."""
+    before = contents(folder)
+    sentence = refusal(folder, *arguments)
+    assert contents(folder) == before
+    return sentence
+
+
+# --- help ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_no_jax(tmp_path):
+    program = (
+        "import sys; from podscale.cli import parser; parser.make_parser().format_help(); "
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'jax', 'flax', 'optax', 'orbax', 'numpy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_mistake_in_the_command_imports_no_jax(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "podscale", "train", "digits", "--train.epochs", "many"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "podscale.recipe" in done.stderr
+    assert not re.search(r"\| +(jax|flax)\b", done.stderr)
+    assert not os.listdir(tmp_path)
+
+
+def test_the_program_tells_what_it_can_do(tmp_path):
+    done = podscale(tmp_path, "--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for verb in VERBS:
+        assert verb[0] in done.stdout
+    assert "example: podscale " in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_helps_with_an_example(verb, capsys):
+    with pytest.raises(SystemExit) as end:
+        make_parser().parse_args([*verb, "--help"])
+    assert end.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"example: podscale {' '.join(verb)}" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["data", "prepare", "PHOTOS", "--quailty", "80"], "there is no option --quailty here: did you mean --quality"),
+        (["data", "prepare", "PHOTOS", "--to", "PACKED"], "there is no option --to here: "),
+        (["train", "digits", "--batch.sise=3"], "there is no option --batch.sise here: did you mean --batch.size"),
+    ],
+)
+def test_options_that_are_suggested_are_the_verbs_own(command, words, capsys):
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "mean --to" not in said
+
+
+# --- JSON ----------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_listed(tmp_path):
+    assert answer(tmp_path, "recipes", "--json") == presets()
+    assert "resnet50-imagenet-32k" in podscale(tmp_path, "recipes").stdout
+
+
+def test_a_plan_for_the_papers_pod_needs_no_pod_and_no_data(tmp_path):
+    found = answer(tmp_path, "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--no-compile", "--json")
+    assert (found["pod"]["devices"], found["images_per_device"], found["steps"]) == (2048, 16, 2816)
+    assert 20e6 * 4 < found["bytes_per_device"]["parameters"] < 300e6
+    assert not os.listdir(tmp_path)
+
+
+def test_the_forecast_stands_beside_published_trainings(tmp_path):
+    found = answer(tmp_path, "plan", "--published", "--json")
+    assert found["median_error"] <= 0.15
+    assert found["largest_error"] <= 0.30
+    shown = podscale(tmp_path, "plan", "--published").stdout
+    assert "76.97 s" in shown
+    assert "median error" in shown
+
+
+def test_a_search_draws_its_picture(tmp_path):
+    done = podscale(tmp_path, "plan", "resnet50-imagenet-32k", "--search", "v3", "--plot", "scaling.svg")
+    assert done.returncode == 0, done.stderr
+    assert "chip-hours" in done.stdout
+    assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
+
+
+def test_a_plan_on_virtual_devices(tmp_path):
+    found = answer(tmp_path, "plan", "digits", "--pod.virtual", "2x2", "--plan.micro_batches", "2", "--json")
+    assert (found["pod"]["devices"], found["micro_batches"], found["tile"]) == (4, 2, [2, 2])
+
+
+def test_the_step_is_timed(tmp_path):
+    found = answer(tmp_path, "bench", "step", "digits", "--images", "8", "--repeats", "1", "--json")
+    assert found["images_per_device"] == 8
+    assert found["images_per_s"] == pytest.approx(8e3 / found["step_ms"])
+    assert len(found["step_ms_all"]) == 1
+
+
+# --- a run from beginning to end -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a short run of digits in it, and what training said."""
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, answer(folder, *DIGITS)
+
+
+def test_training_tells_how_it_ended(trained):
+    folder, summary = trained
+    assert (summary["run"], summary["recipe"], summary["steps"]) == ("run", "digits", 23)
+    assert json.loads((folder / "run" / "summary.json").read_text()) == summary
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, 24))
+    assert sum(line["event"] == "eval" for line in lines) == 1
+    for name in ("recipe.toml", "plan.json", "classes.json", "sample.png", "checkpoints", "tensorboard"):
+        assert (folder / "run" / name).exists()
+
+
+def test_the_same_command_again_has_nothing_to_do(trained):
+    folder, summary = trained
+    checkpoints = contents(folder / "run" / "checkpoints")
+    metrics = (folder / "run" / "metrics.jsonl").read_bytes()
+    assert answer(folder, *DIGITS) == summary
+    assert contents(folder / "run" / "checkpoints") == checkpoints
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_evaluation_finds_what_training_found(trained):
+    folder, summary = trained
+    found = answer(folder, "eval", "--run", "run", "--json")
+    assert (found["accuracy"], found["examples"], found["checkpoint"]) == (summary["accuracy"], 360, 23)
+
+
+def test_prediction_names_pictures(trained):
+    folder, _ = trained
+    shutil.copy(folder / "run" / "sample.png", folder / "a[red].png")
+    found = answer(folder, "predict", "run/sample.png", "a[red].png", "--run", "run", "--json")
+    first, second = found["images"]
+    assert (first["image"], second["image"]) == ("run/sample.png", "a[red].png")
+    assert first["top"] == second["top"]
+    assert len(first["top"]) == 5
+    chances = [guess["probability"] for guess in first["top"]]
+    assert chances == sorted(chances, reverse=True)
+    assert 0 < sum(chances) <= 1 + 1e-6
+
+
+def test_file_names_are_shown_as_they_are(trained):
+    folder, _ = trained
+    shutil.copy(folder / "run" / "sample.png", folder / "b[red].png")
+    assert "b[red].png" in podscale(folder, "predict", "b[red].png", "--run", "run").stdout
+
+
+def test_a_finished_run_without_its_summary_still_tells_how_it_ended(trained, tmp_path):
+    """Killed after the last checkpoint and before the summary."""
+    folder, summary = trained
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    found = answer(tmp_path, *DIGITS)
+    assert (found["steps"], found["best_accuracy"]) == (23, summary["best_accuracy"])
+
+
+def test_a_run_killed_in_the_middle_of_a_line_goes_on(trained, tmp_path):
+    folder, summary = trained
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "tr')
+    found = answer(tmp_path, *DIGITS)
+    assert (found["steps"], found["accuracy"]) == (23, summary["accuracy"])
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def test_another_recipe_is_refused_in_a_run_folder(trained):
+    folder, _ = trained
+    sentence = refused_unchanged(folder, "train", "digits", "--train.epochs", "3", "--run", "run")
+    assert sentence.startswith("run holds a run of another recipe (train.epochs 2.0, now 3.0)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("eval", "--run", "run", "--checkpoint", "7"), "run has no checkpoint '7'"),
+        (("eval", "--run", "run", "--model.width", "32"), "there is no option --model.width"),
+        (("eval", "--run", "nowhere"), "nowhere"),
+        (("predict", "nowhere.png", "--run", "run"), "there is no picture file nowhere.png"),
+        (("predict", "run/plan.json", "--run", "run"), "run/plan.json"),
+        (("predict", "run/sample.png", "--run", "run", "--pod.virtual", "zzz"), "pod"),
+    ],
+)
+def test_mistakes_with_a_run_are_sentences(trained, arguments, words):
+    assert words in refused_unchanged(trained[0], *arguments)
+
+
+MISTAKES = [
+    ((), "VERB"),
+    (("trian",), "trian"),
+    (("train", "digit"), "did you mean digits?"),
+    (("train", "nowhere.toml"), "nowhere.toml"),
+    (("train", "--optimizer.momentm", "0.9"), "did you mean --optimizer.momentum"),
+    (("train", "--jsn"), "did you mean --json"),
+    (("train", "digits", "more"), "'more'"),
+    (("train", "--train.epochs"), "--train.epochs"),
+    (("train", "--train.epochs", "many"), "train.epochs must be a number, not 'many'"),
+    (("train", "--train.seed", "9" * 25), "train.seed"),
+    (("train", "--batch.span", "96"), "nearest that do: 64, 128"),
+    (("train", "--model.name", "resnet51"), "did you mean resnet50"),
+    (("train", "--pod.shape", "3x3"), "try 4x4"),
+    (("train", "--plan.summation", "rings"), "plan.summation cannot be 'rings'"),
+    (("train", "--plan.micro_batches", "-2"), "plan.micro_batches"),
+    (("train", "--until", "loss=3"), "--until"),
+    (("train", "--run", "file.txt"), "file.txt"),
+    (("train", "--run", "file.txt/run"), "file.txt"),
+    (("plan", "--pod", "v9:2x2"), "'v9'"),
+    (("plan", "--pod", "v3:0x2"), "ROWSxCOLUMNS"),
+    (("plan", "--search", "v3:none"), "KIND or KIND:CHIPS"),
+    (("plan", "digits", "--pod.virtual", "2x2", "--plot", "a.svg"), "--plot needs a kind of chip"),
+    (("eval",), "there is no run under runs"),
+    (("bench", "step", "digits", "--images", "8", "--repeats", "0"), "repeats"),
+    (("bench", "step", "digits", "--images", "8", "--evaluate", "--profile"), "leave out --evaluate"),
+    (("export", "--to", "x.onnx"), "there is no run under runs"),
+    (("export", "nowhere", "--to", "x.onnx"), "there is no run in nowhere"),
+    (("export",), "--to"),
+    (("data",), "WHAT"),
+    (("data", "index"), "PATH"),
+    (("data", "index", "nowhere"), "there is no folder nowhere"),
+    (("data", "index", "file.txt"), "file.txt is a file"),
+    (("data", "index", ".", "--source", "zip"), "invalid choice: 'zip'"),
+    (("data", "prepare", ".", "to", "--source", "npz"), "invalid choice: 'npz'"),
+    (("data", "prepare", "nowhere"), "DST"),
+    (("data", "prepare", "nowhere", "to"), "there is no folder nowhere"),
+    (("data", "prepare", ".", "."), "holds neither train/CLASS/FILE"),
+    (("data", "prepare", ".", ".", "--source", "tar"), "is the source itself"),
+    (("data", "prepare", ".", "to", "--source", "tar"), "is inside of"),
+    (("data", "prepare", ".", "to", "--longest", "many"), "--longest"),
+    (("data", "prepare", ".", "to", "--longest", "0"), "--longest is 0"),
+    (("data", "prepare", ".", "to", "--quality", "-3"), "--quality is -3"),
+    (("data", "prepare", ".", "to", "--subsampling", "411"), "420 or 444"),
+    (("data", "prepare", ".", "to", "--lnogest", "3"), "did you mean --longest"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, monkeypatch, capfd, arguments, words):
+    (tmp_path / "file.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(list(arguments)) == 2
+    shown = capfd.readouterr().err
+    assert shown.startswith("podscale: ")
+    assert shown.count("\n") == 1
+    assert words in shown
+    assert contents(tmp_path) == {"file.txt": b"mine"}
+
+
+def test_a_typo_in_a_recipe_file_is_found(tmp_path):
+    (tmp_path / "mine.toml").write_text('[optimizer]\nmomentm = 0.9\nname = "sgd"\n')
+    assert "section optimizer has no field 'momentm': did you mean momentum" in refused_unchanged(
+        tmp_path, "train", "mine.toml", "--run", "run"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+# --- folders of pictures -------------------------------------------------------------------------------------------
+
+PHOTOS = """
+[data]
+source = "folder"
+path = "photos"
+image_size = 16
+[model]
+width = 8
+[batch]
+size = 8
+span = 8
+[train]
+epochs = 2
+eval_epochs = 1
+"""
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Twelve JPEGs of two classes, bright and dark, and a recipe for them."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for number in range(count):
+            folder = tmp_path / "photos" / split / ("bright", "dark")[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = random.integers(0, 100, (24, 32, 3), dtype=np.uint8) + np.uint8(0 if number % 2 else 150)
+            Image.fromarray(pixels).save(folder / f"{number}.jpg", quality=95)
+    (tmp_path / "mine.toml").write_text(PHOTOS)
+    return tmp_path
+
+
+def test_a_folder_of_photos_trains(photos):
+    before = contents(photos / "photos")
+    summary = answer(photos, "train", "mine.toml", "--json")
+    assert summary["steps"] == 2
+    assert summary["run"] == f"runs/mine-{recipes.load(photos / 'mine.toml').digest()}"
+    found = answer(photos, "predict", "photos/val/dark/1.jpg", "--json")
+    assert {guess["class"] for guess in found["images"][0]["top"]} == {"bright", "dark"}
+    assert contents(photos / "photos") == before
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["event"] in ("train", "eval")]
+
+
+@pytest.mark.slow
+def test_prepared_photos_train_to_the_same_numbers(photos):
+    before = contents(photos / "photos")
+    found = answer(photos, "data", "prepare", "photos", "prepared", "--json")
+    assert (found["pictures"], found["classes"], found["already"]) == ({"train": 8, "val": 4}, 2, False)
+    assert found["prepared"] == "prepared"
+    again = podscale(photos, "data", "prepare", "photos", "prepared")
+    assert again.returncode == 0
+    assert "it was prepared before" in again.stdout
+    assert "--data.source tar --data.path prepared" in again.stdout
+    answer(photos, "train", "mine.toml", "--run", "one", "--json")
+    answer(photos, "train", "mine.toml", "--run", "two", "--data.source", "tar", "--data.path", "prepared", "--json")
+    assert len(losses(photos / "one")) == 4  # two updates, two evaluations
+    assert losses(photos / "one") == losses(photos / "two")
+    assert contents(photos / "photos") == before
+
+
+def test_the_index_of_photos_is_shown(photos):
+    found = answer(photos, "data", "index", "photos", "--json")
+    assert (found["source"], found["classes"], found["kept"]) == ("folder", ["bright", "dark"], False)
+    shown = podscale(photos, "data", "index", "photos").stdout
+    assert "2: bright, dark" in shown
+    assert "8 pictures, 4 a class" in shown
+    assert "smallest 32 x 24" in shown
+    assert "8 .jpg" in shown
+
+
+def test_a_bad_picture_stops_preparing_and_is_named(photos):
+    path = photos / "photos" / "train" / "dark" / "3.jpg"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert "photos/train/dark/3.jpg" in refusal(photos, "data", "prepare", "photos", "prepared")
+
+
+def test_data_is_looked_at_and_prepared_without_jax(photos):
+    for command in (["index", "photos"], ["prepare", "photos", "prepared"]):
+        program = (
+            "import sys; from podscale.cli.main import main; "
+            f"main(['data', *{command}]); sys.exit('jax' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", program], cwd=photos, check=False).returncode == 0
+
+
+def test_a_wrong_path_is_named(photos):
+    sentence = refused_unchanged(photos, "train", "mine.toml", "--data.path", "nowhere")
+    assert "data.path nowhere does not exist" in sentence
+
+
+def test_an_empty_folder_is_named(photos):
+    (photos / "empty").mkdir()
+    assert "empty is empty" in refused_unchanged(photos, "train", "mine.toml", "--data.path", "empty")
+
+
+def test_a_class_without_pictures_is_named(photos):
+    (photos / "photos" / "train" / "grey").mkdir()
+    assert "photos/train/grey holds no pictures" in refused_unchanged(photos, "train", "mine.toml")
+
+
+@pytest.mark.parametrize("victim", ["train/dark/3.jpg", "val/bright/2.jpg"])
+def test_a_truncated_jpeg_is_named(photos, victim):
+    path = photos / "photos" / victim
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    before = contents(photos / "photos")
+    assert f"photos/{victim}" in refusal(photos, "train", "mine.toml", "--run", "run")
+    assert contents(photos / "photos") == before
+
+
+def test_a_truncated_header_is_named_before_anything_is_written(photos):
+    path = photos / "photos" / "train" / "dark" / "3.jpg"
+    path.write_bytes(path.read_bytes()[:100])
+    assert "photos/train/dark/3.jpg" in refused_unchanged(photos, "train", "mine.toml")

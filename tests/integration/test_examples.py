@@ -1,0 +1,56 @@
+"""The examples run as they are, each in a folder of its own."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from podscale import Run
+from podscale.models import registry
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def run_example(tmp_path, monkeypatch, capsys):
+    """Runs an example and gives what it says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_builders", dict(registry._builders))
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_training_from_python(run_example):
+    said = run_example("train_from_python.py")
+    assert "right after 68 steps" in said
+    assert "the loss went from 2.30" in said
+    assert "sample.png shows a" in said
+
+
+@pytest.mark.slow
+def test_a_callback_that_stops(run_example):
+    said = run_example("callback.py")
+    summary = json.loads(Path("runs/patient/summary.json").read_text())
+    assert f"ended after {summary['steps']} steps" in said
+    assert said.count("best so far") == round(summary["steps"] / 11.23)
+
+
+def test_a_model_of_ones_own(run_example):
+    assert "% right" in run_example("own_model.py")
+    assert "plain" in Path("runs/plain/recipe.toml").read_text()
+
+
+def test_ones_own_photos(run_example):
+    said = run_example("own_photos.py")
+    assert "100 pictures to learn from, of disc, square" in said
+    assert Path("samples.png").stat().st_size > 1000
+    assert Path("photos.safetensors").is_file()
+    assert "made-up-photos/val/disc/0.jpg: disc" in said
+    assert Run.load("runs/photos").summary()["accuracy"] > 0.8

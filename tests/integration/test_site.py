@@ -1,0 +1,72 @@
+"""The documentation as a site: built without a warning, and every link of it leads somewhere."""
+
+import importlib.util
+import runpy
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Links(HTMLParser):
+    """The addresses that a page leads to, and the places in it that one can lead to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.targets, self.anchors = set(), {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.anchors |= {value for name, value in found.items() if name in ("id", "name") and value}
+        self.targets |= {value for name, value in found.items() if name in ("href", "src") and value}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_link_of_the_site_leads_somewhere(site):
+    pages = {path: Links(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) >= len(list((ROOT / "docs").glob("*.md")))
+    for path, links in pages.items():
+        for target in links.targets:
+            address = urlparse(target)
+            if address.scheme or address.netloc:
+                continue
+            place = (path.parent / unquote(address.path)).resolve() if address.path else path
+            assert place.exists(), f"{path.name}: {target}"
+            if address.fragment and place in pages:
+                assert unquote(address.fragment) in pages[place].anchors, f"{path.name}: {target}"
+
+
+def test_nothing_of_the_site_needs_the_network(site):
+    for path in site.rglob("*.html"):
+        for target in Links(path.read_text()).targets:
+            assert not target.startswith("//")
+            assert not target.endswith((".js", ".css")) or not urlparse(target).netloc, f"{path.name}: {target}"
+
+
+def test_the_pictures_are_what_the_code_draws():
+    drawn = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
+    for name, draw in drawn.items():
+        assert (ROOT / "docs" / name).read_text() == draw(), f"{name}: run docs/pictures.py"
+    for path in (ROOT / "docs").glob("*.svg"):
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+
+
+def test_the_readme_fits_a_screen():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 60

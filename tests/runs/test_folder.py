@@ -1,0 +1,273 @@
+"""A run's folder: one recipe for ever, files all there or not at all, a journal that a kill does not break."""
+
+import io
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from podscale.errors import UserError
+from podscale.recipe import load, override
+from podscale.report import counter
+from podscale.runs import environment
+from podscale.runs.folder import Run
+from podscale.runs.journal import Journal
+from podscale.runs.ledger import PhaseTimer
+from podscale.storage.files import write_atomically
+
+CLASSES = ("cat", "dog")
+
+
+@pytest.fixture
+def recipe():
+    return load("digits")
+
+
+@pytest.fixture
+def run(tmp_path, recipe):
+    return Run.create(tmp_path / "run", recipe, {"steps": 3}, CLASSES)
+
+
+def contents(folder):
+    """Every file under a folder, with what is in it and when it was written."""
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def refusal(function, *arguments):
+    with pytest.raises(UserError) as error:
+        function(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_read_back_as_it_was_written(run, recipe):
+    again = Run.load(run.folder)
+    assert again == run
+    assert again.recipe.name == "digits"
+    assert again.classes() == CLASSES
+    assert (again.metrics(), again.summary()) == ([], {})
+    assert json.loads((run.folder / "plan.json").read_text()) == {"steps": 3}
+    assert sorted(os.listdir(run.folder)) == ["classes.json", "plan.json", "recipe.toml"]
+
+
+def test_each_recipe_has_its_own_folder(recipe):
+    other = override(recipe, {"train.seed": 1})
+    assert Run.default_folder(recipe) == Path("runs") / f"digits-{recipe.digest()}" != Run.default_folder(other)
+
+
+def test_the_same_recipe_goes_on_in_its_folder(run, recipe):
+    assert Run.create(run.folder, recipe, {"steps": 4}, CLASSES) == run
+    assert json.loads((run.folder / "plan.json").read_text()) == {"steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train.seed": 1}, "(train.seed 0, now 1)"),
+        ({"train.epochs": 2, "batch.span": 32}, "(batch.span 64, now 32; train.epochs 30.0, now 2.0)"),
+        (
+            {"data.lanes": 1, "model.width": 8, "batch.span": 32, "train.seed": 1, "train.epochs": 2},
+            "(data.lanes 2, now 1; model.width 16, now 8; batch.span 64, now 32; and 2 more)",
+        ),
+    ],
+)
+def test_another_recipe_is_refused_and_nothing_is_written(run, recipe, changes, words):
+    before = contents(run.folder)
+    for attempt in (Run.check, lambda folder, other: Run.create(folder, other, {}, CLASSES)):
+        sentence = refusal(attempt, run.folder, override(recipe, changes))
+        assert str(run.folder) in sentence
+        assert words in sentence
+    assert contents(run.folder) == before
+
+
+def test_a_foreign_folder_is_refused_and_left_alone(tmp_path, recipe):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    before = contents(tmp_path)
+    assert "is not empty and holds no run" in refusal(Run.create, tmp_path, recipe, {}, CLASSES)
+    assert "is a file" in refusal(Run.create, tmp_path / "thesis.tex", recipe, {}, CLASSES)
+    assert "thesis.tex" in refusal(Run.create, tmp_path / "thesis.tex" / "run", recipe, {}, CLASSES)
+    assert contents(tmp_path) == before
+
+
+def test_an_empty_or_missing_folder_will_do(tmp_path, recipe):
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "a" / "b"):
+        assert Run.create(folder, recipe, {}, CLASSES).recipe == recipe
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    assert str(tmp_path) in refusal(Run.load, tmp_path)
+    assert "nowhere" in refusal(Run.load, tmp_path / "nowhere")
+    assert str(tmp_path) in refusal(Run.newest, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"x = ", b"\xff\xfe"])
+def test_a_broken_recipe_in_a_run_is_named(run, recipe, content):
+    (run.folder / "recipe.toml").write_bytes(content)
+    before = contents(run.folder)
+    assert str(run.folder) in refusal(Run.load, run.folder)
+    assert str(run.folder) in refusal(Run.check, run.folder, recipe)
+    assert contents(run.folder) == before
+
+
+def test_the_newest_run_is_the_one_worked_on_last(tmp_path, recipe):
+    for number in range(3):
+        Run.create(tmp_path / str(number), override(recipe, {"train.seed": number}), {}, CLASSES)
+        os.utime(tmp_path / str(number) / "recipe.toml", (1000 + number, 1000 + number))
+    assert Run.newest(tmp_path).recipe.train.seed == 2
+    Run.create(tmp_path / "0", recipe, {}, CLASSES)  # resumed now
+    assert Run.newest(tmp_path).recipe.train.seed == 0
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_run_killed_while_its_folder_is_made_can_begin_again(tmp_path, recipe, monkeypatch, written):
+    files = []
+
+    def kill(path, text):
+        if len(files) == written:
+            path.with_name(path.name + ".part").write_text(text[:3])
+            raise KeyboardInterrupt
+        files.append(path)
+        write_atomically(path, text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("podscale.runs.folder.write_atomically", kill)
+        with pytest.raises(KeyboardInterrupt):
+            Run.create(tmp_path / "run", recipe, {}, CLASSES)
+    assert Run.create(tmp_path / "run", recipe, {}, CLASSES).classes() == CLASSES
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+
+    def fail(source, target):
+        assert Path(source).read_text() == "new"  # all of it is there before the name changes hands
+        assert path.read_text() == "old"
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            write_atomically(path, "new")
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+# --- the journal ---------------------------------------------------------------------------------------------------
+
+
+def journal(folder, start, steps):
+    book = Journal(folder, start)
+    for step in steps:
+        book.write("train", step, loss=1 / step, note="words")
+    book.close()
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_journal_holds_one_line_a_step(run):
+    journal(run.folder, 0, range(1, 4))
+    assert [m["step"] for m in run.metrics()] == [1, 2, 3]
+    assert run.metrics()[1] == {"event": "train", "step": 2, "loss": 0.5, "note": "words"}
+
+
+def test_a_resumed_journal_forgets_what_came_after_its_step(run):
+    journal(run.folder, 0, range(1, 8))
+    journal(run.folder, 5, range(6, 9))
+    assert steps_of(run.folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    journal(run.folder, 0, [1])
+    assert steps_of(run.folder) == [1]
+
+
+@pytest.mark.parametrize("half", ['{"event": "train", "step": 5, "lo', '{"event": "eval", "step": 4}', "{", "\x00\x00"])
+def test_half_a_last_line_is_forgotten(run, half):
+    journal(run.folder, 0, range(1, 5))
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write(half)
+    assert [m["step"] for m in run.metrics() if m["event"] == "train"] == [1, 2, 3, 4]  # readers meet it first
+    journal(run.folder, 4, [5])
+    assert steps_of(run.folder) == [1, 2, 3, 4, 5]
+
+
+def test_lines_are_on_disk_as_soon_as_written(run):
+    book = Journal(run.folder, 0)
+    book.write("train", 1, loss=1.0)
+    assert steps_of(run.folder) == [1]
+    book.close()
+
+
+# --- the ledger ----------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_ledger_sum_to_the_wall_time():
+    before = time.perf_counter()
+    ledger = PhaseTimer()
+    began = time.perf_counter()
+    for part in ("train", "evaluate", "train"):
+        with ledger.measure(part):
+            time.sleep(0.01)
+    time.sleep(0.02)
+    least = time.perf_counter() - began
+    parts = ledger.parts()
+    most = time.perf_counter() - before
+    assert least <= sum(parts.values()) <= most
+    assert parts["train"] >= 0.02
+    assert parts["evaluate"] >= 0.01
+    assert parts["other"] >= 0.02
+    assert set(parts) == {"train", "evaluate", "other"}
+
+
+def test_time_is_booked_though_the_work_fails():
+    ledger = PhaseTimer()
+    with pytest.raises(ValueError, match="broken"), ledger.measure("train"):
+        raise ValueError("broken")
+    assert ledger.parts()["train"] > 0
+
+
+def test_a_part_inside_another_is_booked_once_and_known_before_it_ends():
+    ledger = PhaseTimer()
+    with ledger.measure("train"):
+        time.sleep(0.01)
+        with ledger.measure("check"):
+            time.sleep(0.02)
+        time.sleep(0.01)
+        parts = ledger.parts()
+    assert parts["train"] >= 0.02
+    assert parts["check"] >= 0.02
+    assert parts["other"] < 0.01
+    assert ledger.seconds["check"] == parts["check"]
+
+
+# --- the scan of a data set ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
+    monkeypatch.setattr(counter, "PLAIN_EVERY_S", 0)
+    shown = io.StringIO()
+    with counter.counting(Console(file=shown, force_terminal=terminal, width=100), "indexing") as tell:
+        assert "indexing" not in shown.getvalue()
+        tell("pictures", 1200, 5000)
+    assert ("1200/5000" if terminal else "indexing pictures: 1,200 of 5,000\n") in shown.getvalue()
+
+
+def test_a_library_that_is_only_on_the_path_has_no_version_and_stops_nothing(monkeypatch):
+    monkeypatch.setattr(environment, "LIBRARIES", ("numpy", "a-package-that-nobody-installed"))
+    found = environment.library_versions()
+    assert found["a-package-that-nobody-installed"] == "not installed"
+    assert found["numpy"] == np.__version__
