@@ -1,1 +1,1 @@
-"""From bytes on disk to uint8 batches on the devices: index, order, decode, loader, augment."""
+"""From bytes on disk to uint8 batches on the devices: index, sample order, crop boxes, decoding, loader."""

@@ -1,9 +1,9 @@
-"""Bad pictures: files that turn out, in the middle of a run, to be cut off, damaged or gone.
+"""Bad images: files that turn out during a run to be truncated, damaged or missing.
 
-In training, the next picture of the same lane takes the place of one that cannot be read, with its own label, crop and
-mirroring: a rule that depends on the data alone, so every pod, and every host that might have met the picture, makes
-the same batch. In evaluation, such a picture counts as an example that the model got wrong. Either way it is
-remembered, told of, and counted; once there are more than a recipe allows, the run stops.
+In training, the next image of the same lane replaces one that cannot be read, with its own label, crop and flip. This
+rule depends on the data alone, so every pod, and every host that could read the image, makes the same batch. In
+evaluation, such an image counts as an example that the model got wrong. In both cases the image is recorded, reported
+and counted; once there are more bad images than the recipe allows, the run stops.
 """
 
 import threading
@@ -12,49 +12,59 @@ from collections import deque
 from podscale.data.index.dataset import Index
 from podscale.errors import UserError
 
-UNREADABLE = -2  # the label of such a picture in evaluation
+UNREADABLE = -2  # the label of an unreadable image in evaluation
 
 
-class BadPictures:
-    """The unreadable pictures of one split that this process has met."""
+class BadImages:
+    """The unreadable images of one split that this process has met.
+
+    Args:
+        index: the split.
+        lanes: lanes of the training order; the replacement of an image comes from the same lane.
+        share: share of the split's images that may be unreadable (`data.bad_share`); 0 tolerates none.
+    """
 
     def __init__(self, index: Index, lanes: int, share: float) -> None:
         self._index, self._lanes, self._limit = index, lanes, int(share * len(index))
-        self._found: dict[int, str] = {}
-        self._news: deque[str] = deque()
+        self._reasons: dict[int, str] = {}
+        self._new_messages: deque[str] = deque()
         self._lock = threading.Lock()
 
-    def add(self, sample: int, why: str) -> None:
-        """Remembers a picture; an error once there are too many."""
-        with self._lock:
-            if sample in self._found:
-                return
-            self._found[sample] = why
-            self._news.append(why)
-            count = len(self._found)
-        if self._limit == 0:
-            raise UserError(why)
-        if count > self._limit:
-            many = f"{count} of {len(self._index)} pictures"
-            raise UserError(f"{many} cannot be read, more than data.bad_share allows; the last: {why}")
+    def add(self, sample: int, reason: str) -> None:
+        """Record an unreadable image.
 
-    def instead(self, sample: int) -> int:
-        """The sample itself, or the next of its lane that is not known to be bad.
+        Raises:
+            UserError: more images are unreadable than allowed.
+        """
+        with self._lock:
+            if sample in self._reasons:
+                return
+            self._reasons[sample] = reason
+            self._new_messages.append(reason)
+            count = len(self._reasons)
+        if self._limit == 0:
+            raise UserError(reason)
+        if count > self._limit:
+            share = f"{count} of {len(self._index)} images"
+            raise UserError(f"{share} cannot be read, more than data.bad_share allows; the last: {reason}")
+
+    def find_readable(self, sample: int) -> int:
+        """Return the sample itself, or the next one of its lane that is not known to be bad.
 
         >>> import numpy as np
         >>> index = Index(np.zeros(2000, np.int32), np.ones((2000, 2), np.int32))
-        >>> bad = BadPictures(index, lanes=2, share=0.01)
-        >>> bad.add(1997, "cannot read it"); bad.add(1999, "nor this")
-        >>> bad.instead(5), bad.instead(1997)
+        >>> bad_images = BadImages(index, lanes=2, share=0.01)
+        >>> bad_images.add(1997, "cannot read it"); bad_images.add(1999, "nor this")
+        >>> bad_images.find_readable(5), bad_images.find_readable(1997)
         (5, 1)
         """
-        while sample in self._found:
+        while sample in self._reasons:
             sample = sample + self._lanes if sample + self._lanes < len(self._index) else sample % self._lanes
         return sample
 
-    def news(self) -> list[str]:
-        """What was found since the last time anyone asked, in words."""
+    def pop_messages(self) -> list[str]:
+        """Return one message for each image that was added since the last call."""
         with self._lock:
-            found = list(self._news)
-            self._news.clear()
-        return found
+            messages = list(self._new_messages)
+            self._new_messages.clear()
+        return messages

@@ -1,8 +1,8 @@
-"""Cache: a host's pictures kept in memory, encoded or decoded, so that later passes need not read or decode them again.
+"""Cache: a host's images in memory, encoded or decoded, so that later passes need not read or decode them again.
 
-A cache never changes a pixel. Every sample has its place from the start, since the index knows all lengths and sizes;
-memory is taken as places are filled. Nothing is ever thrown out: a pass visits each sample once, in an order of its
-own, so whatever one threw out would be missed as soon as what one kept.
+A cache never changes a pixel. Every sample has its offset from the start, since the index knows all lengths and sizes;
+the memory is used up only as samples arrive. Nothing is ever evicted: a pass visits each sample once, in a new order,
+so an evicted sample would be needed again as soon as any that stayed.
 """
 
 from collections.abc import Iterator
@@ -16,117 +16,128 @@ from numpy.typing import NDArray
 
 Kind = Literal["encoded", "decoded"]
 ALIGNMENT = 64
-FREE_SHARE = 0.5  # of the memory that is free, which a cache may take unless told otherwise
+DEFAULT_MEMORY_SHARE = 0.5  # of the free memory, which a cache may use if no limit is set
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Places for some samples of an index, as bytes of files or as pixels.
+    """Memory for some samples of an index, as bytes of files or as pixels.
 
-    >>> cache = Cache.of("encoded", np.array([3, 5, 4]), np.array([0, 2]))
+    >>> cache = Cache.allocate("encoded", np.array([3, 5, 4]), np.array([0, 2]))
     >>> cache.put(2, b"abcd")
-    >>> cache.missing(np.array([0, 2])).tolist(), bytes(cache.at(2))
+    >>> cache.find_missing(np.array([0, 2])).tolist(), bytes(cache.get(2))
     ([0], b'abcd')
     """
 
     kind: Kind
-    lengths: NDArray[np.int64]  # of every sample of the index
-    places: NDArray[np.int64]  # where it begins; -1: it has no place here
-    filled: NDArray[np.bool_]
+    lengths: NDArray[np.int64]  # bytes of every sample of the index
+    offsets: NDArray[np.int64]  # where each sample begins; -1 where it is not part of this cache
+    is_filled: NDArray[np.bool_]
     memory: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, kind: Kind, lengths: NDArray[np.integer], samples: NDArray[np.integer]) -> "Cache":
-        """An empty cache for `samples`; `lengths` are the bytes of every sample of the index."""
-        wide = np.asarray(lengths, np.int64)
-        taken = _padded(wide[samples])
-        places = np.full(len(wide), -1, np.int64)
-        places[samples] = np.cumsum(taken) - taken
-        return cls(kind, wide, places, np.zeros(len(wide), bool), np.empty(int(taken.sum()), np.uint8))
+    def allocate(cls, kind: Kind, lengths: NDArray[np.integer], samples: NDArray[np.integer]) -> "Cache":
+        """Return an empty cache for `samples`; `lengths` are the bytes of every sample of the index."""
+        all_lengths = np.asarray(lengths, np.int64)
+        padded = _pad_lengths(all_lengths[samples])
+        offsets = np.full(len(all_lengths), -1, np.int64)
+        offsets[samples] = np.cumsum(padded) - padded
+        memory = np.empty(int(padded.sum()), np.uint8)
+        return cls(kind, all_lengths, offsets, np.zeros(len(all_lengths), bool), memory)
 
-    def missing(self, samples: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Which of the samples must be put here first."""
-        return np.unique(samples[~self.filled[samples]]).astype(np.int64)
+    def find_missing(self, samples: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return those of the samples that must be put here first."""
+        return np.unique(samples[~self.is_filled[samples]]).astype(np.int64)
 
     def put(self, sample: int, data: bytes | NDArray[np.uint8]) -> None:
-        """Fills a sample's place. Two threads may fill the same one at once: with the same bytes."""
+        """Store a sample's bytes. Two threads may store the same sample at once, with the same bytes."""
         values = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.reshape(-1)
-        self.at(sample)[:] = values
-        self.filled[sample] = True
+        self.get(sample)[:] = values
+        self.is_filled[sample] = True
 
-    def at(self, sample: int) -> NDArray[np.uint8]:
-        """A sample's bytes, as one row."""
-        place = int(self.places[sample])
-        if place < 0:
+    def get(self, sample: int) -> NDArray[np.uint8]:
+        """Return a sample's bytes, as one row that shares the cache's memory."""
+        offset = int(self.offsets[sample])
+        if offset < 0:
             raise ValueError(f"sample {sample} has no place in this cache")
-        return self.memory[place : place + int(self.lengths[sample])]
+        return self.memory[offset : offset + int(self.lengths[sample])]
 
 
-def choose(wanted: str, encoded_bytes: int, decoded_bytes: int, limit: int, passes: float) -> Kind | None:
-    """What a cache of at most `limit` bytes shall hold. Filling one costs about a pass, so one pass has none.
+def choose_kind(option: str, encoded_bytes: int, decoded_bytes: int, limit: int, passes: float) -> Kind | None:
+    """Return what a cache of at most `limit` bytes holds, or None for no cache.
 
-    >>> choose("auto", 100, 700, 1000, passes=90), choose("auto", 100, 700, 500, 90), choose("auto", 100, 700, 50, 90)
-    ('decoded', 'encoded', None)
+    Filling a cache costs about one pass, so training of a single pass has none.
+
+    Args:
+        option: "auto", "none", "encoded" or "decoded" (`--cache`).
+        encoded_bytes: bytes of all samples as files.
+        decoded_bytes: bytes of all samples as pixels.
+        limit: most bytes of the cache.
+        passes: passes over the samples.
+
+    >>> [choose_kind("auto", 100, 700, limit, passes=90) for limit in (1000, 500, 50)]
+    ['decoded', 'encoded', None]
     """
-    if wanted == "none" or passes <= 1:
+    if option == "none" or passes <= 1:
         return None
-    if wanted in ("auto", "decoded") and decoded_bytes <= limit:
+    if option in ("auto", "decoded") and decoded_bytes <= limit:
         return "decoded"
-    if wanted in ("auto", "encoded") and encoded_bytes <= limit:
+    if option in ("auto", "encoded") and encoded_bytes <= limit:
         return "encoded"
     return None
 
 
-def room(lengths: NDArray[np.integer]) -> int:
-    """Bytes that a cache of samples of these lengths takes."""
-    return int(_padded(np.asarray(lengths, np.int64)).sum())
+def compute_cache_bytes(lengths: NDArray[np.integer]) -> int:
+    """Return the bytes that a cache of samples of these lengths takes."""
+    return int(_pad_lengths(np.asarray(lengths, np.int64)).sum())
 
 
-def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: the machine's, or less where a control group of its allows less.
+def measure_free_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may still use: the machine's, or fewer where a control group allows fewer.
 
-    Files that the kernel keeps in memory for later count as free, as they do for the machine as a whole.
+    Files that the kernel caches in memory count as free, as they do for the machine as a whole.
     """
-    return min([_available(root), *(left for group in _groups(root) if (left := _left(group)) is not None)])
+    remaining = (_read_group_memory(group) for group in _list_control_groups(root))
+    return min([_read_available_memory(root), *(size for size in remaining if size is not None)])
 
 
-def _padded(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _pad_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return (lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
-def _available(root: Path) -> int:
+def _read_available_memory(root: Path) -> int:
     try:
-        return _numbers(root / "proc/meminfo")["MemAvailable:"] << 10
+        return _parse_numbers(root / "proc/meminfo")["MemAvailable:"] << 10
     except (OSError, KeyError):
-        return 4 << 30  # a machine that does not say; a laptop has as much
+        return 4 << 30  # the machine does not report it; a laptop has as much
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """The control groups that bound this process's memory, and all groups around them, where a container shows them."""
+def _list_control_groups(root: Path) -> Iterator[Path]:
+    """Yield the control groups that limit this process's memory and all their parents, where a container shows them."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
             top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            below = Path(path.lstrip("/"))
-            yield from (top / part for part in (below, *below.parents))
+            group = Path(path.lstrip("/"))
+            yield from (top / part for part in (group, *group.parents))
 
 
-def _left(group: Path) -> int | None:
-    """What a control group may still take; None where it has no limit."""
-    for limit, used, prefix in (
+def _read_group_memory(group: Path) -> int | None:
+    """Return the bytes that a control group may still use; None where it has no limit."""
+    for limit, usage, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        with suppress(OSError, ValueError):  # not there, or "max": no limit
-            room = int((group / limit).read_text()) - int((group / used).read_text())
-            kept = _numbers(group / "memory.stat")
-            return max(0, room + sum(kept.get(f"{prefix}{age}_file", 0) for age in ("active", "inactive")))
+        with suppress(OSError, ValueError):  # the file does not exist, or says "max": no limit
+            unused = int((group / limit).read_text()) - int((group / usage).read_text())
+            statistics = _parse_numbers(group / "memory.stat")
+            return max(0, unused + sum(statistics.get(f"{prefix}{age}_file", 0) for age in ("active", "inactive")))
     return None
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """The lines "name number ..." of a file."""
+def _parse_numbers(path: Path) -> dict[str, int]:
+    """Parse the lines "name number ..." of a file."""
     lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    return {fields[0]: int(fields[1]) for fields in lines if len(fields) > 1 and fields[1].isdecimal()}

@@ -1,7 +1,7 @@
-"""Pictures that belong to no data set: files, folders and lists of them, on their way to a trained model.
+"""Images that belong to no data set: files, folders and lists of them, in batches for a trained model.
 
-All batches have one shape, so that the model is compiled once; the last one is padded. A picture that cannot be read
-takes nothing away from the others: its place is zeros, and why is told.
+All batches have one shape, so that the model is compiled once; the last one is padded. An image that cannot be read
+does not affect the others: its pixels are zeros, and the reason is recorded.
 """
 
 import os
@@ -17,58 +17,71 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data import crop
-from podscale.data.bad_images import BadPictures
-from podscale.data.index.containers.container import visible
+from podscale.data.bad_images import BadImages
+from podscale.data.index.containers.container import list_visible
 from podscale.data.index.containers.folder import EXTENSIONS
-from podscale.data.index.dataset import NO_PICTURES, Index, files_index
-from podscale.data.order import eval_boxes
+from podscale.data.index.dataset import NO_IMAGES, Index, index_files
+from podscale.data.order import compute_eval_boxes
 from podscale.data.prefetch import Batch, Batches
 from podscale.data.staging import Staging
 from podscale.errors import UserError
 from podscale.recipe import Recipe
 
-LIST = "-"  # a list of paths on stdin
-MOST_AT_ONCE = 64  # pictures of a batch
-ENDINGS = (*EXTENSIONS, ".ppm")
+STDIN = "-"  # stands for a list of paths on stdin
+MAX_BATCH_SIZE = 64  # images of a batch
+SUFFIXES = (*EXTENSIONS, ".ppm")
 
 
-def listed(paths: Sequence[str | os.PathLike[str]], stdin: TextIO | None = None) -> list[str]:
-    """The picture files that are meant: a file is itself, a folder all pictures in it and below it, sorted by name;
-    `-` is a list on stdin, one path a line.
+def list_image_files(paths: Sequence[str | os.PathLike[str]], stdin: TextIO | None = None) -> list[str]:
+    """Return the image files that the paths name.
 
-    What is named here and is not there is refused at once. What a list or a folder names is found out about later.
+    A path given here must exist. What a folder or a list contains is checked only when it is read.
+
+    Args:
+        paths: files; folders, for all images in them and below, sorted by name; `-` for a list on stdin, one path per
+            line.
+        stdin: where the list comes from; None: the process's stdin.
+
+    Raises:
+        UserError: a path does not exist, a folder has no images, or there are no images at all.
     """
-    found: list[str] = []
+    names: list[str] = []
     for path in (os.fspath(path) for path in paths):
-        if path == LIST:
+        if path == STDIN:
             lines = (line.rstrip("\r\n") for line in stdin or sys.stdin)
-            found += [name for line in lines if line for name in (_below(line) if os.path.isdir(line) else [line])]
+            names += [
+                name for line in lines if line for name in (_walk_images(line) if os.path.isdir(line) else [line])
+            ]
         elif os.path.isdir(path):
-            inside = list(_below(path))
-            if not inside:
-                raise UserError(f"the folder {path} holds no pictures ({' '.join(ENDINGS)})")
-            found += inside
+            in_folder = list(_walk_images(path))
+            if not in_folder:
+                raise UserError(f"the folder {path} holds no images ({' '.join(SUFFIXES)})")
+            names += in_folder
         elif os.path.isfile(path):
-            found.append(path)
+            names.append(path)
         else:
-            raise UserError(f"there is no picture file {path}; check the path")
-    if not found:
-        raise UserError("no pictures are named; name files or folders, or - for a list of them on stdin")
-    return found
+            raise UserError(f"there is no image file {path}; check the path")
+    if not names:
+        raise UserError("no images are named; name files or folders, or - for a list of them on stdin")
+    return names
 
 
-def _below(folder: str) -> Iterator[str]:
-    for entry in sorted(visible(Path(folder)), key=lambda entry: entry.name):
+def _walk_images(folder: str) -> Iterator[str]:
+    for entry in sorted(list_visible(Path(folder)), key=lambda entry: entry.name):
         path = os.path.join(folder, entry.name)
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(path)
-        elif entry.name.lower().endswith(ENDINGS) and entry.is_file():
+            yield from _walk_images(path)
+        elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
             yield path
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """The batches of a list of files, and what became of those that cannot be read: number in the list -> why."""
+class ImageFiles:
+    """The batches of a list of files.
+
+    Attributes:
+        problems: why a file cannot be read, by its number in the list.
+    """
 
     names: Sequence[str]
     recipe: Recipe
@@ -77,49 +90,49 @@ class Pictures:
 
     @property
     def index(self) -> Index:
-        return NO_PICTURES.train  # there is none for all of them: each batch makes its own
+        return NO_IMAGES.train  # there is no index of all files: each batch makes its own
 
     @property
-    def bad(self) -> BadPictures:
-        return BadPictures(self.index, lanes=1, share=0.0)  # those of data sets; `problems` are ours
+    def bad_images(self) -> BadImages:
+        return BadImages(self.index, lanes=1, share=0.0)  # stays empty: `problems` lists the files
 
     @property
-    def at_once(self) -> int:
-        """Pictures of a batch: no more than there are, rounded up to a power of two.
+    def batch_size(self) -> int:
+        """Images of a batch: no more than there are, rounded up to a power of two.
 
-        >>> Pictures(["a.jpg"] * 5, Recipe(), None).at_once
+        >>> ImageFiles(["a.jpg"] * 5, Recipe(), None).batch_size
         8
         """
-        return min(MOST_AT_ONCE, 1 << (len(self.names) - 1).bit_length())
+        return min(MAX_BATCH_SIZE, 1 << (len(self.names) - 1).bit_length())
 
-    def batches(self) -> Batches:
-        """All pictures in order, as evaluation sees them, made ahead of time: images uint8 [at_once, size, size, 3]."""
-        return Batches(range(0, len(self.names), self.at_once), self, threads=None, depth=3)
+    def make_batches(self) -> Batches:
+        """Return batches of all images in order, as evaluation sees them: uint8 [batch_size, size, size, 3]."""
+        return Batches(range(0, len(self.names), self.batch_size), self, threads=None, depth=3)
 
-    def ahead(self, _: int) -> NDArray[np.int64]:
+    def list_samples(self, _: int) -> NDArray[np.int64]:
         return np.zeros(0, np.int64)
 
     def make(self, first: int, pool: Executor, staging: Staging) -> Batch:
-        names, size = self.names[first : first + self.at_once], self.recipe.data.image_size
-        images = staging.take((self.at_once, size, size, 3))
+        names, size = self.names[first : first + self.batch_size], self.recipe.data.image_size
+        images = staging.take((self.batch_size, size, size, 3))
         images[len(names) :] = 0
         try:
             self._read(names, images[: len(names)], pool)
-        except UserError:  # one of them; the others are as good as ever
-            for _ in pool.map(lambda i: self._read_or_note(first + i, images[i : i + 1]), range(len(names))):
+        except UserError:  # at least one is bad: each is read by itself
+            for _ in pool.map(lambda i: self._read_or_record(first + i, images[i : i + 1]), range(len(names))):
                 pass
         array = jax.device_put(images, self.device)
-        staging.sent(images, array)
-        labels = np.full(self.at_once, -1, np.int32)
+        staging.reuse_after(images, array)
+        labels = np.full(self.batch_size, -1, np.int32)
         return Batch(array, jax.device_put(labels, self.device), len(names))
 
     def _read(self, names: Sequence[str], out: NDArray[np.uint8], pool: Executor | None) -> None:
-        index = files_index(names).shrunk(self.recipe.data.shrink)
+        index = index_files(names).limit_size(self.recipe.data.shrink)
         samples, data = np.arange(len(names)), self.recipe.data
-        boxes = eval_boxes(data.eval_fraction, index.sizes)
+        boxes = compute_eval_boxes(data.eval_fraction, index.sizes)
         crop.crop_batch(index, samples, boxes, np.zeros(len(names), bool), data.image_size, out, pool)
 
-    def _read_or_note(self, number: int, out: NDArray[np.uint8]) -> None:
+    def _read_or_record(self, number: int, out: NDArray[np.uint8]) -> None:
         try:
             self._read([self.names[number]], out, None)
         except UserError as error:

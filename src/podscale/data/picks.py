@@ -1,23 +1,24 @@
 """Picks: which image, and which crop of it, in four numbers each.
 
-Where the images live on the devices, the loader sends picks instead of pixels; the compiled step takes the crops."""
+Where the images are on the devices, the loader sends picks instead of pixels; the compiled step takes the crops.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data.index.dataset import Index
-from podscale.data.order import crop_boxes
+from podscale.data.order import compute_crop_boxes
 from podscale.recipe import Recipe
 
-PICK_NUMBERS = 4  # numbers: sample, left, top, mirrored
+PICK_NUMBERS = 4  # sample, left, top, flip
 
 
 def make_picks(
     recipe: Recipe, index: Index, samples: NDArray[np.int64], passes: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """What training takes of each sample in its pass: int32 [..., PICK]."""
+    """Return what training takes of each sample in its pass: int32 [..., PICK_NUMBERS]."""
     ids, data = samples.ravel(), recipe.data
-    boxes, mirrored = crop_boxes(
+    boxes, flips = compute_crop_boxes(
         recipe.augment,
         recipe.train.seed,
         passes.ravel(),
@@ -26,5 +27,5 @@ def make_picks(
         data.image_size,
         fraction=data.eval_fraction,
     )
-    chosen = np.stack([ids, boxes[:, 0], boxes[:, 1], mirrored], axis=1).astype(np.int32)
-    return chosen.reshape(*samples.shape, PICK_NUMBERS)
+    picks = np.stack([ids, boxes[:, 0], boxes[:, 1], flips], axis=1).astype(np.int32)
+    return picks.reshape(*samples.shape, PICK_NUMBERS)

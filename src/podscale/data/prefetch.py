@@ -1,11 +1,10 @@
-"""Batches made ahead of time, in parallel, by whatever makes one from a job.
+"""Prefetching: batches made ahead of time, in parallel, by any maker of batches.
 
-A background thread works through a list of jobs, a few batches ahead of the consumer; a pool of threads decodes. The
-kernel is told of the files of the batch after, so that it reads them meanwhile.
+A background thread works through a list of requests, a few batches ahead of the consumer; a pool of threads decodes.
+Meanwhile the kernel is asked to read the files of the next batch.
 """
 
 import atexit
-import os
 import threading
 import time
 import weakref
@@ -20,19 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data import crop
-from podscale.data.bad_images import BadPictures
+from podscale.data.bad_images import BadImages
 from podscale.data.index.dataset import Index
 from podscale.data.staging import Staging
+from podscale.processes.host import count_usable_cores
 
-AT_ONCE = 2  # batches in the making
+CONCURRENT_BATCHES = 2  # in progress at the same time
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Global arrays: `images` uint8 [..., size, size, 3] and `labels` int32 [...].
+    """Global arrays of a training or evaluation batch.
 
-    Where the pictures live on the devices, `images` are picks of them, int32 [..., 4] (see `resident`).
-    `count` is how much of it is real: steps of a training batch, examples of an evaluation batch, over all processes.
+    Attributes:
+        images: uint8 [..., size, size, 3]; or picks, int32 [..., 4], where the images are on the devices (see `picks`).
+        labels: int32 [...].
+        count: how much is real, over all processes: steps of a training batch, examples of an evaluation batch.
     """
 
     images: jax.Array
@@ -40,145 +42,155 @@ class Batch:
     count: int
 
 
-class Maker(Protocol):
-    """What makes the batches of a list of jobs."""
+class BatchMaker(Protocol):
+    """Makes the batches of a list of requests. A request is a range of steps, or the number of a first example."""
 
     @property
     def index(self) -> Index: ...
     @property
-    def bad(self) -> BadPictures: ...
+    def bad_images(self) -> BadImages: ...
     @property
     def device(self) -> Any:
-        """One of those that the batches go to."""
+        """One of the devices that the batches are transferred to."""
 
-    def ahead(self, job: Any, /) -> NDArray[np.int64]:
-        """The samples that a job needs."""
+    def list_samples(self, request: Any, /) -> NDArray[np.int64]:
+        """Return the samples that a request needs."""
 
-    def make(self, job: Any, pool: Executor, staging: Staging, /) -> Batch: ...
+    def make(self, request: Any, pool: Executor, staging: Staging, /) -> Batch:
+        """Make the batch of a request."""
 
 
 # --- the thread ahead of the consumer ------------------------------------------------------------------------------
 
 
-class _Feed:
-    """A bounded queue that both sides can end. Holds what the thread needs, and never the iterator above it."""
+class _BatchQueue:
+    """A bounded queue that both sides can close.
+
+    It has all that the thread needs, and no reference to the iterator above it, which can thus be garbage-collected.
+    """
 
     def __init__(self, depth: int, pool: ThreadPoolExecutor) -> None:
         self.depth, self.pool = depth, pool
         self.ready: deque[Batch] = deque()
         self.error: BaseException | None = None
-        self.ended = False  # nothing more will be put
-        self.changed = threading.Condition()
+        self.is_closed = False  # no more batches will be put
+        self.condition = threading.Condition()
 
-    def await_room(self, making: int) -> bool:
-        """Waits until fewer than `depth` batches are ready or in the making; False where nobody wants more."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.ended or len(self.ready) + making < self.depth)
-            return not self.ended
+    def wait_for_space(self, in_progress: int) -> bool:
+        """Wait until fewer than `depth` batches are ready or in progress; return False if no more are needed."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.is_closed or len(self.ready) + in_progress < self.depth)
+            return not self.is_closed
 
     def put(self, batch: Batch) -> None:
-        with self.changed:
-            if not self.ended:
+        with self.condition:
+            if not self.is_closed:
                 self.ready.append(batch)
-            self.changed.notify_all()
+            self.condition.notify_all()
 
-    def end(self, error: BaseException | None = None) -> None:
-        """The producer is done, or has failed; what is ready stays."""
-        with self.changed:
-            if not self.ended:
-                self.ended, self.error = True, error
-            self.changed.notify_all()
+    def finish(self, error: BaseException | None = None) -> None:
+        """Close the queue because the producer is done or has failed; batches that are ready stay."""
+        with self.condition:
+            if not self.is_closed:
+                self.is_closed, self.error = True, error
+            self.condition.notify_all()
 
     def abandon(self) -> None:
-        """The consumer wants no more. Takes no lock but its own, which is reentrant: a garbage collection may come
-        here in the middle of anything, in any thread."""
-        with self.changed:
-            self.ended, self.error = True, None
+        """Close the queue because the consumer needs no more batches, and drop those that are ready.
+
+        Takes no lock but its own, which is reentrant: a garbage collection may call this at any point of any thread.
+        """
+        with self.condition:
+            self.is_closed, self.error = True, None
             self.ready.clear()
-            self.changed.notify_all()
+            self.condition.notify_all()
 
     def get(self) -> Batch | BaseException | None:
-        """The next batch; at the end what the producer raised, once, or None."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.ended or self.ready)
+        """Return the next batch; at the end what the producer raised, once, or None."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.is_closed or self.ready)
             if self.ready:
                 batch = self.ready.popleft()
-                self.changed.notify_all()
+                self.condition.notify_all()
                 return batch
             error, self.error = self.error, None
             return error
 
 
-def _produce(feed: _Feed, jobs: Sequence[Any], maker: Maker) -> None:
-    """Makes batches, two at once: while the last pictures of one are decoded, the next keeps the other threads busy."""
+def _produce(queue: _BatchQueue, requests: Sequence[Any], maker: BatchMaker) -> None:
+    """Make batches, two at once: while one's last images are decoded, the next keeps the other threads busy."""
     staging = Staging(maker.device)
-    makers = ThreadPoolExecutor(AT_ONCE, "podscale-batch")
-    making: deque[Future[Batch]] = deque()
+    executor = ThreadPoolExecutor(CONCURRENT_BATCHES, "podscale-batch")
+    in_progress: deque[Future[Batch]] = deque()
     try:
-        for i, job in enumerate(jobs):
-            if not feed.await_room(len(making)):
+        for i, request in enumerate(requests):
+            if not queue.wait_for_space(len(in_progress)):
                 break
-            for later in jobs[i + 1 : i + 2]:
-                feed.pool.submit(crop.advise, maker.index, maker.ahead(later))
-            making.append(makers.submit(maker.make, job, feed.pool, staging))
-            if len(making) == AT_ONCE:
-                feed.put(making.popleft().result())
-        while making:
-            feed.put(making.popleft().result())
-        feed.end()
-    except BaseException as error:  # whatever it is, it belongs to the consumer
-        feed.end(error)
+            for later in requests[i + 1 : i + 2]:
+                queue.pool.submit(crop.read_ahead, maker.index, maker.list_samples(later))
+            in_progress.append(executor.submit(maker.make, request, queue.pool, staging))
+            if len(in_progress) == CONCURRENT_BATCHES:
+                queue.put(in_progress.popleft().result())
+        while in_progress:
+            queue.put(in_progress.popleft().result())
+        queue.finish()
+    except BaseException as error:  # of any kind: the consumer raises it
+        queue.finish(error)
     finally:
-        feed.pool.shutdown(wait=False, cancel_futures=True)  # after an error, the batch beside it has no use
-        makers.shutdown()
-        feed.pool.shutdown()
+        queue.pool.shutdown(wait=False, cancel_futures=True)  # after an error, the batch beside it is of no use
+        executor.shutdown()
+        queue.pool.shutdown()
         staging.close()
 
 
-_running: "weakref.WeakSet[Batches]" = weakref.WeakSet()
+_open_batches: "weakref.WeakSet[Batches]" = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Ends the threads before the devices' runtime goes away under them."""
-    for batches in list(_running):
+    """End the threads before the devices' runtime shuts down."""
+    for batches in list(_open_batches):
         batches.close()
 
 
 class Batches:
-    """An iterator over batches made ahead of time; at most `depth` are ready or in the making.
+    """An iterator over batches made ahead of time; at most `depth` are ready or in progress.
 
     `close`, the end of a `with` block, exhaustion and garbage collection each end its threads.
+
+    Attributes:
+        wait_s: seconds that the consumer has waited, in total.
+        bad_images: unreadable images so far.
     """
 
-    def __init__(self, jobs: Sequence[Any], maker: Maker, threads: int | None, depth: int) -> None:
-        self.wait_s = 0.0  # seconds the consumer has waited, in all
-        self.bad = maker.bad
-        self._feed = _Feed(depth, ThreadPoolExecutor(threads or cpus(), "podscale-decode"))
+    def __init__(self, requests: Sequence[Any], maker: BatchMaker, threads: int | None, depth: int) -> None:
+        self.wait_s = 0.0
+        self.bad_images = maker.bad_images
+        self._queue = _BatchQueue(depth, ThreadPoolExecutor(threads or count_usable_cores(), "podscale-decode"))
         self._thread = threading.Thread(
-            target=_produce, args=(self._feed, jobs, maker), name="podscale-loader", daemon=True
+            target=_produce, args=(self._queue, requests, maker), name="podscale-loader", daemon=True
         )
-        self._finalizer = weakref.finalize(self, self._feed.abandon)
+        self._finalizer = weakref.finalize(self, self._queue.abandon)
         self._finalizer.atexit = False
-        _running.add(self)
+        _open_batches.add(self)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        began = time.perf_counter()
-        batch = self._feed.get()
-        self.wait_s += time.perf_counter() - began
+        start = time.perf_counter()
+        batch = self._queue.get()
+        self.wait_s += time.perf_counter() - start
         if isinstance(batch, Batch):
             return batch
         self._thread.join()
         raise StopIteration if batch is None else batch
 
     def close(self) -> None:
-        """Ends the threads and drops what they made."""
-        self._feed.abandon()
-        self._feed.pool.shutdown(wait=False, cancel_futures=True)
+        """End the threads and drop the batches they made."""
+        self._queue.abandon()
+        self._queue.pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -186,8 +198,3 @@ class Batches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def cpus() -> int:
-    """The CPUs this process may use, which in a container are fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,11 +1,12 @@
 """Random numbers as a pure function of where they are used: a counter-based generator.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 4.3) maps a
-64-bit key and a 128-bit counter to 128 random bits. The key is the recipe's seed; the counter names the use: a stream
-(what is drawn) and up to three numbers (for whom). No state exists, so any host can draw for any sample at any time.
+64-bit key and a 128-bit counter to 128 random bits. The key is the recipe's seed; the counter identifies the use: a
+stream (what is drawn) and up to three numbers (for which lane, pass or sample). There is no state, so any host can draw
+for any sample at any time.
 
-The generator is written out here because the order of a training run must outlive NumPy's releases. Whatever is built
-on it uses only exactly rounded operations (add, multiply, divide, square root), which agree on every machine.
+The generator is implemented here because the order of a training run must not depend on NumPy's release. Everything
+built on it uses only exactly rounded operations (add, multiply, divide, square root), which agree on every machine.
 """
 
 import enum
@@ -24,9 +25,9 @@ _HALF = np.uint64(32)
 
 
 class Stream(enum.IntEnum):
-    """What a number is drawn for; the first word of the counter. Numbers are part of the order: never reuse one."""
+    """What a number is drawn for: the first 32 bits of the counter. Values are part of the order: never reuse one."""
 
-    ORDER = 0  # (lane, pass, pair of places)
+    ORDER = 0  # (lane, pass, pair of positions)
     CROP = 1  # (pass, sample, attempt)
     SHIFT = 2  # (pass, sample)
     FLIP = 3  # (pass, sample)
@@ -34,10 +35,10 @@ class Stream(enum.IntEnum):
     HOLD_OUT = 5  # (sample), with seed 0
 
 
-def bits(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Philox4x32-10: 128 random bits for each counter, uint32 [n, 4] -> uint32 [n, 4].
+def compute_philox(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return Philox4x32-10's 128 random bits for each counter, uint32 [n, 4] -> uint32 [n, 4].
 
-    >>> [f"{word:08x}" for word in bits((0, 0), np.zeros((1, 4), np.uint32))[0]]
+    >>> [f"{value:08x}" for value in compute_philox((0, 0), np.zeros((1, 4), np.uint32))[0]]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
@@ -54,40 +55,44 @@ def bits(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArray[np.uint3
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
-def words(seed: int, stream: Stream, *counters: ArrayLike) -> NDArray[np.uint32]:
-    """Four random words, uint32 [..., 4], for each element of up to three counters that broadcast together."""
+def draw_uint32(seed: int, stream: Stream, *counters: ArrayLike) -> NDArray[np.uint32]:
+    """Return four random numbers, uint32 [..., 4], for each element of up to three counters that broadcast together.
+
+    Raises:
+        UserError: the seed is not a 64-bit number.
+    """
     if len(counters) > 3:
-        raise ValueError("a counter has room for the stream and three numbers")
+        raise ValueError("a counter holds the stream and three numbers")
     if not 0 <= seed < 2**64:
         raise UserError(f"train.seed must be at least 0 and below 2**64, not {seed}")
-    places = np.broadcast_arrays(*(np.asarray(counter, np.uint32) for counter in counters))
-    shape = places[0].shape if places else ()
+    columns = np.broadcast_arrays(*(np.asarray(counter, np.uint32) for counter in counters))
+    shape = columns[0].shape if columns else ()
     table = np.zeros((int(np.prod(shape)), 4), np.uint32)
     table[:, 0] = int(stream)
-    for column, place in enumerate(places, start=1):
-        table[:, column] = place.ravel()
-    return bits((seed & 0xFFFFFFFF, seed >> 32), table).reshape(*shape, 4)
+    for number, column in enumerate(columns, start=1):
+        table[:, number] = column.ravel()
+    return compute_philox((seed & 0xFFFFFFFF, seed >> 32), table).reshape(*shape, 4)
 
 
-def uniform(seed: int, stream: Stream, *counters: ArrayLike) -> NDArray[np.float64]:
-    """Four numbers in [0, 1), float64 [..., 4], multiples of 2**-32, for each element of the counters.
+def draw_uniform(seed: int, stream: Stream, *counters: ArrayLike) -> NDArray[np.float64]:
+    """Return four numbers in [0, 1), float64 [..., 4], multiples of 2**-32, for each element of the counters.
 
-    >>> uniform(0, Stream.CROP, 3, [7, 8, 9], 0).shape
+    >>> draw_uniform(0, Stream.CROP, 3, [7, 8, 9], 0).shape
     (3, 4)
     """
-    numbers: NDArray[Any] = words(seed, stream, *counters) * 2.0**-32
+    numbers: NDArray[Any] = draw_uint32(seed, stream, *counters) * 2.0**-32
     return numbers
 
 
-def permutation(seed: int, stream: Stream, n: int, *counters: int) -> NDArray[np.int32]:
-    """A permutation of 0..n-1: the order of n random 64-bit numbers, ties (one in 2**64 a pair) by place.
+def draw_permutation(seed: int, stream: Stream, n: int, *counters: int) -> NDArray[np.int32]:
+    """Return a permutation of 0..n-1: the order of n random 64-bit numbers, ties (one in 2**64 per pair) by position.
 
     Takes up to two counters, since the third counts the numbers themselves.
 
-    >>> permutation(0, Stream.ORDER, 5, 0, 0).tolist()
+    >>> draw_permutation(0, Stream.ORDER, 5, 0, 0).tolist()
     [2, 0, 1, 4, 3]
     """
     scalars = [np.uint32(counter) for counter in counters] + [np.uint32(0)] * (2 - len(counters))
-    pairs = words(seed, stream, *scalars, np.arange((n + 1) // 2, dtype=np.uint32)).astype(np.uint64)
+    pairs = draw_uint32(seed, stream, *scalars, np.arange((n + 1) // 2, dtype=np.uint32)).astype(np.uint64)
     numbers = np.stack([pairs[:, 0] << _HALF | pairs[:, 1], pairs[:, 2] << _HALF | pairs[:, 3]], axis=1).ravel()[:n]
     return np.argsort(numbers, kind="stable").astype(np.int32)

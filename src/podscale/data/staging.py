@@ -1,9 +1,9 @@
-"""Staging: page-aligned memory in which batches are made, and from which they go to the devices.
+"""Staging: page-aligned memory in which batches are made, and from which they are transferred to the devices.
 
-Making a batch means writing some hundred megabytes; fresh memory would cost a page fault every 4096 bytes of them. So
-memory is used again as soon as the devices have their copy. GPUs fetch from pinned memory by themselves, several times
-faster than the runtime can copy from any other. On a CPU the "device" keeps the very memory it is given, so each batch
-gets its own; large pages make that bearable.
+Making a batch writes some hundred megabytes; fresh memory would cost a page fault every 4096 bytes. So memory is
+reused as soon as the devices have their copy. GPUs read from pinned memory by themselves, several times faster than
+the runtime can copy from any other memory. On a CPU the "device" keeps the memory it is given, so each batch gets its
+own; large pages keep the page faults few.
 """
 
 import mmap
@@ -18,57 +18,61 @@ from numpy.typing import NDArray
 
 
 class Staging:
-    """Memory for the batches of one loader, which may be made by several threads; `close` gives it back."""
+    """Memory for the batches of one loader, which several threads may make; `close` frees it.
+
+    Args:
+        device: one of the devices that the batches are transferred to.
+    """
 
     def __init__(self, device: Any) -> None:
         self._client = device.client
-        self._reused, self._pinned = device.platform != "cpu", device.platform == "gpu"
-        self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        self._sent: deque[tuple[NDArray[np.uint8], Any]] = deque()  # memory, and the array it goes to
-        self._made: list[NDArray[np.uint8]] = []
+        self._can_reuse, self._is_pinned = device.platform != "cpu", device.platform == "gpu"
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}  # by size
+        self._transfers: deque[tuple[NDArray[np.uint8], Any]] = deque()  # memory, and the array it is copied to
+        self._buffers: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Memory of this shape, with anything in it."""
+        """Return memory of this shape, with undefined contents."""
         size = int(np.prod(shape))
         with self._lock:
             self._collect()
             fitting = self._free.setdefault(size, [])
-            memory = fitting.pop() if fitting else self._make(size)
+            memory = fitting.pop() if fitting else self._allocate(size)
         return memory.reshape(shape)
 
-    def sent(self, memory: NDArray[np.uint8], array: jax.Array) -> None:
-        """`memory`, as it was taken, is on its way to `array`, and may be used again once it has arrived."""
-        if self._reused:
+    def reuse_after(self, memory: NDArray[np.uint8], array: jax.Array) -> None:
+        """Reuse `memory`, which came from `take`, once its transfer to `array` is complete."""
+        if self._can_reuse:
             with self._lock:
-                self._sent.append((memory.reshape(-1), array))
+                self._transfers.append((memory.reshape(-1), array))
 
     def close(self) -> None:
-        """Waits for what is on its way, then lets go of the memory."""
+        """Wait for all transfers, then free the memory."""
         try:
-            while self._sent:
-                self._sent.popleft()[1].block_until_ready()
+            while self._transfers:
+                self._transfers.popleft()[1].block_until_ready()
         finally:  # also where a transfer failed
-            for memory in self._made if self._pinned else ():
+            for memory in self._buffers if self._is_pinned else ():
                 self._client.dma_unmap(memory.ctypes.data)
-            self._made.clear()
+            self._buffers.clear()
             self._free.clear()
 
     def _collect(self) -> None:
-        """Frees what has arrived. Never more than two are on their way: then the older one is waited for."""
-        while self._sent and (len(self._sent) > 1 or self._sent[0][1].is_ready()):
-            memory, array = self._sent.popleft()
+        """Reclaim memory whose transfer is complete. Of two transfers in progress, wait for the older one."""
+        while self._transfers and (len(self._transfers) > 1 or self._transfers[0][1].is_ready()):
+            memory, array = self._transfers.popleft()
             array.block_until_ready()
             self._free.setdefault(memory.size, []).append(memory)
 
-    def _make(self, size: int) -> NDArray[np.uint8]:
+    def _allocate(self, size: int) -> NDArray[np.uint8]:
         pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # the kernel has no large pages
                 pages.madvise(mmap.MADV_HUGEPAGE)  # a page fault every 2 MiB
         memory = np.frombuffer(pages, np.uint8, size)
-        if self._reused:
-            self._made.append(memory)
-        if self._pinned:
+        if self._can_reuse:
+            self._buffers.append(memory)
+        if self._is_pinned:
             self._client.dma_map(memory.ctypes.data, size)
         return memory
