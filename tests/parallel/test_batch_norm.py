@@ -1,4 +1,4 @@
-"""Distributed batch norm against NumPy in float64, for every way of splitting one batch over 1 to 16 devices."""
+"""Distributed batch norm against NumPy in float64, for many ways of splitting one batch over 1 to 16 devices."""
 
 import jax
 import jax.numpy as jnp
@@ -27,41 +27,41 @@ def values():
     return x, random.normal(size=CHANNELS), random.normal(size=CHANNELS), random.normal(size=x.shape)
 
 
-def reference(x, scale, bias, dy, span):
-    """Forward, moments and gradients, group by group; the gradient by the chain rule of Ioffe and Szegedy (2015)."""
+def compute_reference(x, scale, bias, dy, span):
+    """Return output, moments and gradients, group by group, by the chain rule of Ioffe and Szegedy (2015)."""
     y, dx = np.empty_like(x), np.empty_like(x)
     means, variances, dscale, dbias = [], [], 0.0, 0.0
     axes = (0, 1, 2)
     for start in range(0, len(x), span):
-        here = slice(start, start + span)
-        mean, var = x[here].mean(axes), x[here].var(axes)
-        centred, root = x[here] - mean, np.sqrt(var + EPSILON)
-        y[here] = centred / root * scale + bias
-        dnormal = dy[here] * scale
-        dvar = (dnormal * centred).sum(axes) * -0.5 * root**-3
-        dmean = -dnormal.sum(axes) / root - 2 * dvar * centred.mean(axes)
-        dx[here] = dnormal / root + (2 * dvar * centred + dmean) / centred[..., 0].size
-        dscale, dbias = dscale + (dy[here] * centred / root).sum(axes), dbias + dy[here].sum(axes)
+        group = slice(start, start + span)
+        mean, var = x[group].mean(axes), x[group].var(axes)
+        centered, root = x[group] - mean, np.sqrt(var + EPSILON)
+        y[group] = centered / root * scale + bias
+        dnormal = dy[group] * scale
+        dvar = (dnormal * centered).sum(axes) * -0.5 * root**-3
+        dmean = -dnormal.sum(axes) / root - 2 * dvar * centered.mean(axes)
+        dx[group] = dnormal / root + (2 * dvar * centered + dmean) / centered[..., 0].size
+        dscale, dbias = dscale + (dy[group] * centered / root).sum(axes), dbias + dy[group].sum(axes)
         means.append(mean)
         variances.append(var)
     return y, np.stack([np.mean(means, 0), np.mean(variances, 0)]), dx, dscale, dbias
 
 
-def distributed(values, shape, span, dtype):
-    """The same over a pod: outputs in the order of positions, moments and parameter gradients summed over the pod."""
-    here = pod.of(jax.devices(), shape)
+def compute_on_pod(values, shape, span, dtype):
+    """Return the same from a pod: outputs by position, moments and parameter gradients summed over the pod."""
+    torus = pod.make_pod(jax.devices(), shape)
     changes = {"batch.size": IMAGES, "batch.span": span, "data.lanes": 1}
-    mapped = plan.make_plan(recipes.override(recipes.load(), changes), here, Counts(1000, 100, 10))
+    layout = plan.make_plan(recipes.override_recipe(recipes.load_recipe(), changes), torus, Counts(1000, 100, 10))
 
     def local(x, scale, bias, dy):
-        (y, moments), pull = jax.vjp(lambda *a: normalize(*a, mapped.groups, EPSILON), x, scale, bias)
+        (y, moments), pull = jax.vjp(lambda *a: normalize(*a, layout.groups, EPSILON), x, scale, bias)
         dx, dscale, dbias = pull((dy, jnp.zeros_like(moments)))
         return y, jax.lax.pmean(moments, ALL_AXES), dx, *jax.lax.psum((dscale, dbias), ALL_AXES)
 
     data = P(BATCH_AXES)
     call = jax.shard_map(
         local,
-        mesh=here.mesh(mapped.tile),
+        mesh=torus.mesh(layout.tile),
         in_specs=(data, P(), P(), data),
         out_specs=(data, P(), data, P(), P()),
         check_vma=False,
@@ -77,21 +77,25 @@ def distributed(values, shape, span, dtype):
 @pytest.mark.parametrize("span", SPANS)
 def test_any_split_of_a_batch_normalizes_the_same_groups(values, shape, span):
     with jax.enable_x64(True):
-        for ours, theirs in zip(distributed(values, shape, span, np.float64), reference(*values, span), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-11)
+        for actual, expected in zip(
+            compute_on_pod(values, shape, span, np.float64), compute_reference(*values, span), strict=True
+        ):
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("shape", ["1x1", "2x2"])
-def test_float32_is_right_to_rounding(values, shape):
-    for ours, theirs in zip(distributed(values, shape, 8, np.float32), reference(*values, 8), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+def test_float32_matches_the_reference_to_rounding(values, shape):
+    for actual, expected in zip(
+        compute_on_pod(values, shape, 8, np.float32), compute_reference(*values, 8), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_statistics_are_float32_under_bfloat16(values):
     x, scale, bias, dy = values
     rounded = tuple(np.asarray(v.astype(jnp.bfloat16), np.float64) for v in (x, dy))
-    exact = reference(rounded[0], scale, bias, rounded[1], 16)
-    y, moments, dx, dscale, dbias = distributed(values, "2x2", 16, jnp.bfloat16)
+    exact = compute_reference(rounded[0], scale, bias, rounded[1], 16)
+    y, moments, dx, dscale, dbias = compute_on_pod(values, "2x2", 16, jnp.bfloat16)
     assert (y.dtype, dx.dtype, moments.dtype, dscale.dtype) == (jnp.bfloat16, jnp.bfloat16, np.float32, np.float32)
     np.testing.assert_allclose(moments, exact[1], rtol=1e-6, atol=1e-6)  # far finer than bfloat16's 4e-3
     np.testing.assert_allclose(dscale, exact[3], rtol=1e-5, atol=1e-4)
@@ -101,12 +105,12 @@ def test_statistics_are_float32_under_bfloat16(values):
 
 
 def test_one_message_forward_and_one_backward():
-    here = pod.of(jax.devices(), "2x2")
+    torus = pod.make_pod(jax.devices(), "2x2")
     groups = Groups(4, ("y", "x", "core"))
     grad = jax.grad(lambda x, s, b: (normalize(x, s, b, groups)[0] ** 3).sum(), argnums=(0, 1, 2))
     mapped = jax.shard_map(
         grad,
-        mesh=here.mesh((2, 2)),
+        mesh=torus.mesh((2, 2)),
         in_specs=(P(BATCH_AXES), P(), P()),
         out_specs=(P(BATCH_AXES), P(), P()),
         check_vma=False,
@@ -115,14 +119,14 @@ def test_one_message_forward_and_one_backward():
     assert program.count("psum") == 2
 
 
-def test_a_constant_channel_gives_its_bias_and_finite_gradients():
+def test_constant_channel_gives_its_bias_and_finite_gradients():
     x = jnp.full((8, 2, 2, 3), 7.0)
     (y, _), pull = jax.vjp(lambda x: normalize(x, jnp.ones(3), jnp.full(3, 0.5)), x)
     np.testing.assert_allclose(y, 0.5, atol=1e-2)
     assert np.isfinite(pull((jnp.ones_like(x), jnp.zeros((2, 3))))[0]).all()
 
 
-def test_evaluation_uses_the_running_statistics_and_training_leaves_them_alone():
+def test_evaluation_uses_the_running_statistics_and_training_does_not_change_them():
     layer = BatchNorm(3)
     layer.mean[...], layer.var[...] = jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0, 4.0, 4.0])
     x = jnp.ones((2, 2, 2, 3))
@@ -137,36 +141,36 @@ def test_evaluation_uses_the_running_statistics_and_training_leaves_them_alone()
 def test_running_statistics_move_by_the_momentum():
     stats = {"a": {"mean": jnp.zeros(2), "var": jnp.ones(2)}}
     moments = {"a": {"moments": jnp.array([[1.0, 2.0], [3.0, 4.0]])}}
-    moved = batch_norm.running_update(stats, moments, 0.9)["a"]
-    np.testing.assert_allclose(moved["mean"], [0.1, 0.2], rtol=1e-6)
-    np.testing.assert_allclose(moved["var"], [1.2, 1.3], rtol=1e-6)
+    updated = batch_norm.update_running_statistics(stats, moments, 0.9)["a"]
+    np.testing.assert_allclose(updated["mean"], [0.1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(updated["var"], [1.2, 1.3], rtol=1e-6)
 
 
 class FlaxModel(nnx.Module):
-    """A user's model with flax's own batch norm, in an attribute and in a list."""
+    """A user's model with batch norms of flax, in an attribute and in a list."""
 
     def __init__(self, **settings):
         rngs = nnx.Rngs(0)
         self.first = nnx.BatchNorm(3, rngs=rngs, **settings)
-        self.rest = nnx.List([nnx.BatchNorm(3, rngs=rngs, **settings)])
+        self.others = nnx.List([nnx.BatchNorm(3, rngs=rngs, **settings)])
 
     def __call__(self, x):
-        return self.rest[0](self.first(x))
+        return self.others[0](self.first(x))
 
 
-def test_flax_batch_norms_become_distributed_ones_and_compute_the_same():
-    theirs = FlaxModel()
-    theirs.first.scale[...] = jnp.array([1.0, 2.0, 3.0])
+def test_replaced_flax_batch_norms_compute_the_same():
+    original = FlaxModel()
+    original.first.scale[...] = jnp.array([1.0, 2.0, 3.0])
     x = jax.random.normal(jax.random.key(0), (8, 2, 2, 3))
-    expected = theirs(x)  # flax's own starts in training mode
-    ours = batch_norm.distribute(FlaxModel())
-    ours.first.scale[...] = jnp.array([1.0, 2.0, 3.0])
-    ours.train()
-    assert isinstance(ours.first, BatchNorm)
-    assert isinstance(ours.rest[0], BatchNorm)
-    np.testing.assert_allclose(ours(x), expected, atol=1e-5)
+    expected = original(x)  # flax's batch norm starts in training mode
+    replaced = batch_norm.replace_batch_norms(FlaxModel())
+    replaced.first.scale[...] = jnp.array([1.0, 2.0, 3.0])
+    replaced.train()
+    assert isinstance(replaced.first, BatchNorm)
+    assert isinstance(replaced.others[0], BatchNorm)
+    np.testing.assert_allclose(replaced(x), expected, atol=1e-5)
 
 
-def test_a_flax_batch_norm_without_scale_is_refused():
+def test_flax_batch_norm_without_scale_is_refused():
     with pytest.raises(UserError, match="scale and a bias"):
-        batch_norm.distribute(FlaxModel(use_scale=False))
+        batch_norm.replace_batch_norms(FlaxModel(use_scale=False))

@@ -1,4 +1,4 @@
-"""AdamW."""
+"""AdamW: Adam with decoupled weight decay."""
 
 import optax
 
@@ -6,13 +6,14 @@ from podscale.optim.parameter_groups import make_mask
 from podscale.recipe import Optimizer
 
 
-def make_adamw(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+def make_adamw(settings: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Return AdamW; parameters in `settings.skip` have no weight decay."""
     return optax.adamw(
         learning_rate,
-        b1=wanted.momentum,
-        b2=wanted.second_moment,
-        eps=wanted.epsilon or 1e-8,  # with 0, a parameter that has had no gradient yet would become 0/0
-        weight_decay=wanted.weight_decay,
-        mask=make_mask(wanted),
-        nesterov=wanted.nesterov,
+        b1=settings.momentum,
+        b2=settings.second_moment,
+        eps=settings.epsilon or 1e-8,  # with 0, a parameter that has had no gradient yet would become 0/0
+        weight_decay=settings.weight_decay,
+        mask=make_mask(settings),
+        nesterov=settings.nesterov,
     )

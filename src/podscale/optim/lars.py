@@ -1,4 +1,21 @@
-"""LARS."""
+"""LARS: layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv 1708.03888, section 4).
+
+LARS gives every layer a learning rate of its own, in proportion to ‖w‖/‖g‖, the *trust ratio*. Its published forms
+differ in where the trust ratio, the weight decay and the learning rate meet the momentum; with g the gradient, w the
+weights, β weight decay, μ momentum, η `trust`:
+
+    mlperf   v ← μv + lr·trust·(g + βw)    w ← w − v             trust = η‖w‖ / (‖g‖ + β‖w‖ + ε)
+    scaled   m ← μm + g                    w ← w − lr·trust·m    the same trust; β occurs nowhere else
+    optax    v ← μv + lr·trust·(g + βw)    w ← w − v             trust = η‖w‖ / (‖g + βw‖ + ε)
+
+`mlperf` is algorithm 1 of the paper and the form of MLPerf's reference; `scaled` is that of TensorFlow's first
+implementation. Apart from weight decay, the two agree while learning rate and trust ratio are constant: in `mlperf` the
+momentum remembers the rates it was accumulated with, in `scaled` a new rate acts on all of it at once. The trust ratio
+is 1 where ‖w‖ or ‖g‖ is 0 (`optax`: where ‖w‖ or ‖g + βw‖ is 0).
+
+Parameters whose last name is in `optimizer.skip` (biases and batch-norm scales) have neither weight decay nor trust
+ratio: they have the plain learning rate, with momentum.
+"""
 
 from typing import Any
 
@@ -11,68 +28,80 @@ from podscale.optim.parameter_groups import make_mask, mask_skipped
 from podscale.recipe import Optimizer
 
 
-def make_lars(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:
-    match wanted.form:
+def make_lars(settings: Optimizer, learning_rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:
+    """Return LARS in the form `settings.form`; `norms` gives the norms of whole arrays."""
+    match settings.form:
         case "mlperf":
             return optax.chain(
-                _scale_gradient_by_trust(wanted, norms),
+                _scale_gradient_by_trust(settings, norms),
                 optax.scale_by_learning_rate(learning_rate),
-                optax.trace(wanted.momentum),
+                optax.trace(settings.momentum),
             )
         case "scaled":
-            return optax.chain(_scale_momentum_by_trust(wanted, norms), optax.scale_by_learning_rate(learning_rate))
+            return optax.chain(_scale_momentum_by_trust(settings, norms), optax.scale_by_learning_rate(learning_rate))
         case "optax":
-            # optax.lars, part by part, with norms that may be of more than what is here.
+            # optax.lars, transformation by transformation, with norms of arrays of which only a part may be here.
             return optax.chain(
-                optax.add_decayed_weights(wanted.weight_decay, make_mask(wanted)),
-                optax.masked(_scale_update_by_trust(wanted, norms), make_mask(wanted)),
+                optax.add_decayed_weights(settings.weight_decay, make_mask(settings)),
+                optax.masked(_scale_update_by_trust(settings, norms), make_mask(settings)),
                 optax.scale_by_learning_rate(learning_rate),
-                optax.trace(wanted.momentum),
+                optax.trace(settings.momentum),
             )
 
 
-def _scale_gradient_by_trust(wanted: Optimizer, norms: Norms) -> optax.GradientTransformation:
-    """g becomes trust·(g + βw)."""
+# --- mlperf ----------------------------------------------------------------------------------------------------------
+
+
+def _scale_gradient_by_trust(settings: Optimizer, norms: Norms) -> optax.GradientTransformation:
+    """Replace g by trust·(g + βw)."""
 
     def update(gradients: Any, params: Any) -> Any:
-        def one(adapt: bool, g: jax.Array, w: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
-            return (g + wanted.weight_decay * w) * _trust_ratio(wanted, g_norm, w_norm).astype(g.dtype) if adapt else g
+        def scale(adapt: bool, g: jax.Array, w: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+            if not adapt:
+                return g
+            return (g + settings.weight_decay * w) * _compute_trust(settings, g_norm, w_norm).astype(g.dtype)
 
-        return jax.tree.map(one, mask_skipped(params, wanted.skip), gradients, params, *norms((gradients, params)))
-
-    return optax.stateless(update)
-
-
-def _scale_update_by_trust(wanted: Optimizer, norms: Norms) -> optax.GradientTransformation:
-    """u becomes trust·u, with η‖w‖/(‖u‖ + ε) for trust."""
-
-    def update(updates: Any, params: Any) -> Any:
-        def one(u: jax.Array, u_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
-            nothing = (u_norm == 0) | (w_norm == 0)
-            trust = wanted.trust * w_norm / jnp.where(nothing, 1, u_norm + wanted.epsilon)
-            return u * jnp.where(nothing, 1, trust).astype(u.dtype)
-
-        return jax.tree.map(one, updates, *norms((updates, params)))
+        return jax.tree.map(scale, mask_skipped(params, settings.skip), gradients, params, *norms((gradients, params)))
 
     return optax.stateless(update)
 
 
-def _scale_momentum_by_trust(wanted: Optimizer, norms: Norms) -> optax.GradientTransformation:
-    """g becomes trust·m, with m ← μm + g; the trust ratio is that of g."""
-    momentum = optax.trace(wanted.momentum)
+# --- scaled ----------------------------------------------------------------------------------------------------------
+
+
+def _scale_momentum_by_trust(settings: Optimizer, norms: Norms) -> optax.GradientTransformation:
+    """Replace g by trust·m, with m ← μm + g; the trust ratio is that of g."""
+    momentum = optax.trace(settings.momentum)
 
     def update(gradients: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
-        def one(adapt: bool, m: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
-            return m * _trust_ratio(wanted, g_norm, w_norm).astype(m.dtype) if adapt else m
+        def scale(adapt: bool, m: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+            return m * _compute_trust(settings, g_norm, w_norm).astype(m.dtype) if adapt else m
 
-        moved, state = momentum.update(gradients, state, params)
-        return jax.tree.map(one, mask_skipped(params, wanted.skip), moved, *norms((gradients, params))), state
+        momenta, state = momentum.update(gradients, state, params)
+        return jax.tree.map(scale, mask_skipped(params, settings.skip), momenta, *norms((gradients, params))), state
 
     return optax.GradientTransformation(momentum.init, update)
 
 
-def _trust_ratio(wanted: Optimizer, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
-    """The trust ratio; 1 where a norm is 0, or such a parameter would never move."""
-    nothing = (g_norm == 0) | (w_norm == 0)
-    denominator = jnp.where(nothing, 1, g_norm + wanted.weight_decay * w_norm + wanted.epsilon)
-    return jnp.where(nothing, 1, wanted.trust * w_norm / denominator)
+def _compute_trust(settings: Optimizer, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+    """Return the trust ratio of `mlperf` and `scaled`; 1 where a norm is 0, or the parameter would never move."""
+    is_zero = (g_norm == 0) | (w_norm == 0)
+    denominator = jnp.where(is_zero, 1, g_norm + settings.weight_decay * w_norm + settings.epsilon)
+    return jnp.where(is_zero, 1, settings.trust * w_norm / denominator)
+
+
+# --- optax -----------------------------------------------------------------------------------------------------------
+
+
+def _scale_update_by_trust(settings: Optimizer, norms: Norms) -> optax.GradientTransformation:
+    """Replace u by trust·u, with trust = η‖w‖/(‖u‖ + ε)."""
+
+    def update(updates: Any, params: Any) -> Any:
+        def scale(u: jax.Array, u_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+            is_zero = (u_norm == 0) | (w_norm == 0)
+            trust = settings.trust * w_norm / jnp.where(is_zero, 1, u_norm + settings.epsilon)
+            return u * jnp.where(is_zero, 1, trust).astype(u.dtype)
+
+        return jax.tree.map(scale, updates, *norms((updates, params)))
+
+    return optax.stateless(update)

@@ -1,4 +1,8 @@
-"""Norms of arrays and trees, and clipping by them."""
+"""Norms of arrays and trees, and clipping by them.
+
+Optimizers take a function `Norms` for the norms of whole arrays. Where a device holds only a part of each array
+(`parallel/sharded.py`), another function that sums over the pod takes the place of `compute_norms`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,32 +14,40 @@ import optax
 Norms = Callable[[Any], Any]  # a tree of arrays -> the tree of their norms
 
 
-def whole_norms(tree: Any) -> Any:
-    """The norm of every array, in float32 or wider."""
-    return jax.tree.map(norm, tree)
+def compute_norm(x: jax.Array) -> jax.Array:
+    """Return the Euclidean norm of an array, in float32 or wider."""
+    return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())
 
 
-def global_norm(tree: Any, norms: Norms = whole_norms) -> jax.Array:
-    """The norm of all arrays of a tree together."""
+def compute_norms(tree: Any) -> Any:
+    """Return the norm of every array of a tree."""
+    return jax.tree.map(compute_norm, tree)
+
+
+def compute_global_norm(tree: Any, norms: Norms = compute_norms) -> jax.Array:
+    """Return the norm of all arrays of a tree together."""
     return jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms(tree))))
 
 
-def whole_norm(tree: Any) -> jax.Array:
-    """The same of whole arrays. The small ones are joined first, which spares a GPU a hundred tiny kernels."""
+def compute_joined_global_norm(tree: Any) -> jax.Array:
+    """Return the norm of all arrays of a tree together, for whole arrays.
+
+    Small arrays are joined first, which saves a GPU a hundred tiny kernels.
+    """
     leaves = jax.tree.leaves(tree)
     small = [leaf.ravel() for leaf in leaves if leaf.ndim < 2]
-    return global_norm([leaf for leaf in leaves if leaf.ndim > 1] + ([jnp.concatenate(small)] if small else []))
+    return compute_global_norm([leaf for leaf in leaves if leaf.ndim > 1] + ([jnp.concatenate(small)] if small else []))
 
 
-def clip_by_global_norm(most: float, norms: Norms) -> optax.GradientTransformation:
-    """Gradients scaled down where their norm, all together, is more than `most` (Pascanu et al. 2012, 1211.5063)."""
+def clip_by_global_norm(max_norm: float, norms: Norms) -> optax.GradientTransformation:
+    """Return a transformation that scales gradients down where their global norm exceeds `max_norm`.
+
+    Reference:
+        Pascanu et al. 2012, arXiv 1211.5063.
+    """
 
     def update(gradients: Any, params: Any) -> Any:
-        scale = most / jnp.maximum(global_norm(gradients, norms), most)
+        scale = max_norm / jnp.maximum(compute_global_norm(gradients, norms), max_norm)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 
     return optax.stateless(update)
-
-
-def norm(x: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())

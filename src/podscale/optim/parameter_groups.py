@@ -1,4 +1,8 @@
-"""Groups of parameters with learning rates and weight decay of their own."""
+"""Groups of parameters: which have learning rates of their own, and which have no weight decay.
+
+Biases, the head and the first layer may have learning rates of their own (`schedule.bias_peak`, `schedule.head_peak`,
+`schedule.stem_epochs`). Parameters whose last name is in `optimizer.skip` have neither weight decay nor trust ratio.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,64 +14,73 @@ from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
 from podscale.errors import UserError
 from podscale.recipe import Optimizer, Recipe
 
-# --- kinds of parameters with learning rates of their own ---
+# --- learning rates --------------------------------------------------------------------------------------------------
 
-REST, BIAS, HEAD, OF_STEM = "rest", "bias", "head", " of the stem"
+# Names of groups. The optimizer's state, and with it every checkpoint, has them as keys.
+DEFAULT, BIAS, HEAD, STEM_SUFFIX = "rest", "bias", "head", " of the stem"
 
 
-def group_rates(
+def make_group_rates(
     recipe: Recipe, learning_rate: optax.ScalarOrSchedule, stem: str, head: str
 ) -> dict[str, optax.ScalarOrSchedule]:
-    """The learning rate of each kind of parameters that has one."""
-    wanted, rates = recipe.schedule, {REST: learning_rate}
-    for kind, peak in ((BIAS, wanted.bias_peak), (HEAD, wanted.head_peak)):
+    """Return the learning rate of each group of parameters that has its own.
+
+    Raises:
+        UserError: the recipe has a rate for the first or the last layer, and the model does not say which that is.
+    """
+    settings, rates = recipe.schedule, {DEFAULT: learning_rate}
+    for group, peak in ((BIAS, settings.bias_peak), (HEAD, settings.head_peak)):
         if peak:
-            rates[kind] = _scale_rate(learning_rate, peak / wanted.peak)
-    for field, place in (("stem_epochs", stem), ("head_peak", head)):
-        if getattr(wanted, field) and not place:
+            rates[group] = _scale_rate(learning_rate, peak / settings.peak)
+    for field, layer in (("stem_epochs", stem), ("head_peak", head)):
+        if getattr(settings, field) and not layer:
             raise UserError(f"schedule.{field} needs a model with a list of `layers`, or a `stem` and a `head`")
-    if wanted.stem_epochs:
-        sooner = max(1.0, recipe.train.epochs / wanted.stem_epochs)
-        rates |= {kind + OF_STEM: _advance_rate(rate, sooner) for kind, rate in rates.items()}
+    if settings.stem_epochs:
+        speedup = max(1.0, recipe.train.epochs / settings.stem_epochs)
+        rates |= {group + STEM_SUFFIX: _compress_rate(rate, speedup) for group, rate in rates.items()}
     return rates
 
 
-def label_groups(wanted: Optimizer, known: set[str], stem: str, head: str, params: Any) -> Any:
-    """A tree like `params`: of which kind each is."""
+def label_groups(settings: Optimizer, groups: set[str], stem: str, head: str, params: Any) -> Any:
+    """Return a tree like `params` that holds the group of each parameter, one of `groups`."""
 
-    def kind(path: tuple[Any, ...], _: Any) -> str:
+    def label(path: tuple[Any, ...], _: Any) -> str:
         name = keystr(path, simple=True, separator=".")
-        of_stem = OF_STEM if name.startswith(f"{stem}.") and REST + OF_STEM in known else ""
-        if _last_name(path) in wanted.skip and BIAS in known:
-            return BIAS + of_stem
-        return (HEAD if name.startswith(f"{head}.") and HEAD in known else REST) + of_stem
+        suffix = STEM_SUFFIX if name.startswith(f"{stem}.") and DEFAULT + STEM_SUFFIX in groups else ""
+        if _get_last_name(path) in settings.skip and BIAS in groups:
+            return BIAS + suffix
+        return (HEAD if name.startswith(f"{head}.") and HEAD in groups else DEFAULT) + suffix
 
-    return tree_map_with_path(kind, params)
+    return tree_map_with_path(label, params)
 
 
 def _scale_rate(rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarOrSchedule:
     return (lambda step: factor * rate(step)) if callable(rate) else factor * rate
 
 
-def _advance_rate(rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarOrSchedule:
-    """The same rates, so many times earlier; what comes after the last is the last."""
+def _compress_rate(rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarOrSchedule:
+    """Return a schedule that passes through the same rates `factor` times faster and then keeps the last one."""
     return (lambda step: rate(factor * jnp.asarray(step, float))) if callable(rate) else rate
 
 
-def mask_skipped(params: Any, skip: tuple[str, ...]) -> Any:
-    """A tree like `params`: False where the parameter's last name is in `skip`, else True.
+# --- weight decay and trust ratio ------------------------------------------------------------------------------------
 
-    >>> adapted({"conv": {"kernel": 1.0, "bias": 2.0}}, skip=("bias", "scale"))
+
+def make_mask(settings: Optimizer) -> Callable[[Any], Any]:
+    """Return `mask_skipped` for `settings.skip`, in the form that optax takes masks."""
+    return lambda params: mask_skipped(params, settings.skip)
+
+
+def mask_skipped(params: Any, skip: tuple[str, ...]) -> Any:
+    """Return a tree like `params`: False where the parameter's last name is in `skip`, else True.
+
+    >>> mask_skipped({"conv": {"kernel": 1.0, "bias": 2.0}}, skip=("bias", "scale"))
     {'conv': {'bias': False, 'kernel': True}}
     """
-    return tree_map_with_path(lambda path, _: _last_name(path) not in skip, params)
+    return tree_map_with_path(lambda path, _: _get_last_name(path) not in skip, params)
 
 
-def _last_name(path: tuple[Any, ...]) -> str:
-    if path and path[-1] == GetAttrKey("value"):  # the array inside a flax Variable; its name is the one before
+def _get_last_name(path: tuple[Any, ...]) -> str:
+    if path and path[-1] == GetAttrKey("value"):  # the array inside a flax Variable, whose name comes before it
         path = path[:-1]
     return keystr(path[-1:], simple=True)
-
-
-def make_mask(wanted: Optimizer) -> Callable[[Any], Any]:
-    return lambda params: mask_skipped(params, wanted.skip)

@@ -1,4 +1,8 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules: linear warm-up from 0 to the peak, then decay.
+
+The peak may grow with the batch: the linear scaling rule with gradual warm-up of Goyal et al. 2017 (arXiv 1706.02677),
+sections 2.1 and 2.2.
+"""
 
 import math
 from typing import Any
@@ -9,40 +13,42 @@ import optax
 
 from podscale.recipe import Recipe
 
-# --- schedules ---------------------------------------------------------------------------------------------------
-
 
 def make_schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.Schedule:
-    """The learning rate as a function of the step: linear warm-up from 0 to the peak, then decay.
+    """Return the learning rate as a function of the step.
 
-    The peak grows with the batch if `schedule.scale_batch` is set: the linear scaling rule with gradual warm-up of
-    Goyal et al. 2017 (arXiv 1706.02677), sections 2.1 and 2.2. Polynomial and cosine decay reach `schedule.end` at
-    `steps`.
+    Args:
+        recipe: its section `schedule` says peak, warm-up and decay; with `schedule.scale_batch` the peak grows with the
+            batch.
+        steps: updates of the whole training; polynomial and cosine decay reach `schedule.end` there.
+        steps_per_epoch: updates of an epoch, which need not be a whole number.
 
-    >>> from podscale.recipe import Recipe, override
-    >>> rate = schedule(override(Recipe(), {"schedule.peak": 4, "schedule.warmup_epochs": 2}), 50, steps_per_epoch=5)
-    >>> [round(float(rate(step)), 4) for step in (0, 5, 10, 30, 50)]
-    [0.0, 2.0, 4.0, 1.0001, 0.0001]
+    Example:
+        >>> from podscale.recipe import Recipe, override_recipe
+        >>> recipe = override_recipe(Recipe(), {"schedule.peak": 4, "schedule.warmup_epochs": 2})
+        >>> rate = make_schedule(recipe, 50, steps_per_epoch=5)
+        >>> [round(float(rate(step)), 4) for step in (0, 5, 10, 30, 50)]
+        [0.0, 2.0, 4.0, 1.0001, 0.0001]
     """
-    wanted = recipe.schedule
-    peak = wanted.peak * (recipe.batch.size / wanted.scale_batch if wanted.scale_batch else 1)
-    warmup = wanted.warmup_epochs * steps_per_epoch
-    milestones = jnp.asarray([epoch * steps_per_epoch for epoch in wanted.milestones], float)
+    settings = recipe.schedule
+    peak = settings.peak * (recipe.batch.size / settings.scale_batch if settings.scale_batch else 1)
+    warmup = settings.warmup_epochs * steps_per_epoch
+    milestones = jnp.asarray([epoch * steps_per_epoch for epoch in settings.milestones], float)
 
-    def decayed(step: jax.Array) -> jax.Array:
-        left = 1 - jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
-        match wanted.decay:
+    def decay(step: jax.Array) -> jax.Array:
+        remaining = 1 - jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
+        match settings.decay:
             case "polynomial":
-                return wanted.end + (peak - wanted.end) * left**wanted.power
+                return settings.end + (peak - settings.end) * remaining**settings.power
             case "cosine":
-                return wanted.end + (peak - wanted.end) * (1 - jnp.cos(math.pi * left)) / 2
+                return settings.end + (peak - settings.end) * (1 - jnp.cos(math.pi * remaining)) / 2
             case "step":
-                return peak * wanted.factor ** jnp.sum(step >= milestones, dtype=float)
+                return peak * settings.factor ** jnp.sum(step >= milestones, dtype=float)
             case "constant":
                 return jnp.full_like(step, peak)
 
-    def rate(step: Any) -> jax.Array:
+    def schedule(step: Any) -> jax.Array:
         step = jnp.asarray(step, float)  # float32, or float64 in JAX's 64-bit mode
-        return jnp.where(step < warmup, peak * step / max(warmup, 1), decayed(step))
+        return jnp.where(step < warmup, peak * step / max(warmup, 1), decay(step))
 
-    return rate
+    return schedule

@@ -1,4 +1,4 @@
-"""SGD with momentum and weight decay."""
+"""SGD with momentum, optionally Nesterov's, and weight decay."""
 
 import optax
 
@@ -6,8 +6,9 @@ from podscale.optim.parameter_groups import make_mask
 from podscale.recipe import Optimizer
 
 
-def make_sgd(wanted: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+def make_sgd(settings: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Return SGD: v ← μv + g + βw, w ← w − lr·v; parameters in `settings.skip` have no weight decay β."""
     return optax.chain(
-        optax.add_decayed_weights(wanted.weight_decay, make_mask(wanted)),
-        optax.sgd(learning_rate, wanted.momentum, wanted.nesterov),
+        optax.add_decayed_weights(settings.weight_decay, make_mask(settings)),
+        optax.sgd(learning_rate, settings.momentum, settings.nesterov),
     )

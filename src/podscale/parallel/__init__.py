@@ -1,1 +1,1 @@
-"""What devices do together: distributed batch normalization, collectives, gradient summation, checksums."""
+"""Computations that devices share: distributed batch normalization, collectives, gradient summation, checksums."""

@@ -1,9 +1,9 @@
-"""Distributed batch normalization: statistics over groups of `span` images, wherever their devices are.
+"""Distributed batch normalization: statistics over groups of `span` images, on whichever devices these are.
 
-The batch norm of the paper (arXiv 1811.06992) averages over a chosen set of replicas, so that the batch per replica can
-shrink without hurting accuracy. Here the group is a property of the recipe: positions g·span .. (g+1)·span-1 of the
-global batch. A device that holds several groups normalizes them side by side; a group that spans a tile of devices is
-summed over the tile's mesh axes, one message per layer forward and one backward.
+Ying et al. (2018, arXiv 1811.06992) normalize over a chosen set of replicas, so that the batch per replica can shrink
+without hurting accuracy. Here the group is a property of the recipe: positions g·span .. (g+1)·span-1 of the global
+batch. A device that holds several groups normalizes them side by side; a group that spans a tile of devices is summed
+over the tile's mesh axes, with one message per layer forward and one backward.
 """
 
 import math
@@ -18,15 +18,17 @@ from jax import lax
 
 from podscale.errors import UserError
 
-SCOPE = "batch_norm"  # what a profile of the compiled step finds its work by
+SCOPE = "batch_norm"  # a profile of the compiled step finds batch norm by this name
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How a device's images fall into batch-norm groups.
+    """How a device's images form batch-norm groups.
 
-    `images` of each group are on this device (0: all of them); the rest are on the devices along `axes`. Those along
-    `inner` ones of these axes are summed over first, where that makes the message to the others cheaper.
+    Attributes:
+        images: images of each group that are on this device; 0: all of this device's images.
+        axes: mesh axes along which the other images of a group are; empty: groups lie on one device.
+        inner: those of `axes` that are summed over first, where that makes the message to the others cheaper.
     """
 
     images: int = 0
@@ -34,15 +36,41 @@ class Groups:
     inner: tuple[str, ...] = ()
 
 
+# --- the layer -----------------------------------------------------------------------------------------------------
+
+
 class Moments(nnx.Variable):
-    """Means and variances that a training call saw, averaged over this device's groups: [2, channels]."""
+    """Means and variances of one training call, averaged over this device's groups: [2, channels]."""
 
 
 class BatchNorm(nnx.Module):
-    """Normalizes over (group, height, width) per channel; statistics and parameters are float32 or wider.
+    """Batch normalization over (group, height, width) per channel, with groups that may span devices.
 
-    In training mode each call leaves its `Moments` behind; the train step averages them over the pod and moves the
-    running statistics once per update, so that all replicas always hold the same state.
+    Statistics and parameters are float32 or wider. In training mode each call stores its `Moments`; the train step
+    averages them over the pod and moves the running statistics once per update, so that all replicas always hold the
+    same state.
+
+    Args:
+        features: channels, the last axis of the input.
+        zero_scale: initialize the scale with 0 instead of 1.
+        scaled: learn a scale; without it the scale is 1.
+        epsilon: added to the variance.
+        param_dtype: dtype of parameters and statistics.
+
+    Raises:
+        UserError: the same layer is called twice in one pass in training mode.
+
+    Example:
+        >>> layer = BatchNorm(3)
+        >>> layer.train()
+        >>> y = layer(jnp.arange(24.0).reshape(2, 2, 2, 3))
+        >>> y.shape, float(jnp.abs(y.mean((0, 1, 2))).max()) < 1e-6
+        ((2, 2, 2, 3), True)
+        >>> layer.moments[...].shape
+        (2, 3)
+
+    Reference:
+        Ioffe and Szegedy 2015, arXiv 1502.03167; Ying et al. 2018, arXiv 1811.06992 (distributed batch normalization).
     """
 
     def __init__(
@@ -54,7 +82,6 @@ class BatchNorm(nnx.Module):
         epsilon: float = 1e-5,
         param_dtype: Any = jnp.float32,
     ) -> None:
-        """Without `scaled` there is no scale to learn: it is 1."""
         self.scale = nnx.Param((jnp.zeros if zero_scale else jnp.ones)(features, param_dtype)) if scaled else None
         self.bias = nnx.Param(jnp.zeros(features, param_dtype))
         self.mean = nnx.BatchStat(jnp.zeros(features, param_dtype))
@@ -64,45 +91,62 @@ class BatchNorm(nnx.Module):
         self.use_running_average = True
 
     def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
-        scale = self._scale()
+        """Normalize x [images, ..., channels].
+
+        Args:
+            x: activations of this device's images.
+            use_running_average: normalize by the running statistics, as in evaluation; None: as the module's mode says.
+
+        Returns:
+            x normalized, in the dtype of x.
+        """
+        scale = self._get_scale()
         if self.use_running_average if use_running_average is None else use_running_average:
-            return _affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), scale, self.bias[...])
+            return _apply_affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), scale, self.bias[...])
         if hasattr(self, "moments"):
             raise UserError("a batch norm is used twice in one pass of the model; give each place one of its own")
         y, moments = normalize(x, scale, self.bias[...], self.groups, self.epsilon)
         self.moments = Moments(moments)
         return y
 
-    def affine(self, sums: jax.Array | None, rows: int) -> tuple[jax.Array, jax.Array]:
-        """The same as a factor and an offset for each group and channel: [groups, channels] each.
+    def compute_affine(self, sums: jax.Array | None, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Return the normalization as a factor and an offset, [groups, channels] each, for fused layers.
 
-        `sums` are those of the values and of their squares, over this device's `rows` values of each group; by autodiff
-        they get the gradient, in one message. None: the running statistics are used, for whatever groups there are.
+        Args:
+            sums: sums of the values and of their squares over this device's part of each group, [2, groups, channels];
+                autodiff gives them their gradient, in one message. None: use the running statistics, for any groups.
+            rows: values of each group and channel on this device.
         """
         if sums is None:
             mean, var = self.mean[...][None], self.var[...][None]
         else:
-            mean, mean_square = over_tile(sums, self.groups) / (rows * _devices(self.groups))
+            mean, mean_square = sum_over_tile(sums, self.groups) / (rows * _count_devices(self.groups))
             var = jnp.maximum(mean_square - mean * mean, 0)
             self.moments = Moments(jnp.stack([mean, var]).mean(axis=1))
-        factor = self._scale() * lax.rsqrt(var + self.epsilon)
+        factor = self._get_scale() * lax.rsqrt(var + self.epsilon)
         return factor, self.bias[...] - mean * factor
 
-    def _scale(self) -> jax.Array:
+    def _get_scale(self) -> jax.Array:
         return jnp.ones_like(self.bias[...]) if self.scale is None else self.scale[...]
 
 
-def running_update(stats: Any, moments: Any, momentum: float) -> Any:
-    """Running statistics moved towards the pod's mean moments, as pure nested dicts ({..., "mean", "var"})."""
+def update_running_statistics(stats: Any, moments: Any, momentum: float) -> Any:
+    """Move running statistics towards the pod's mean moments.
+
+    Args:
+        stats: pure nested dicts ({..., "mean", "var"}).
+        moments: pure nested dicts ({..., "moments"}), averaged over the pod.
+        momentum: the share of the old statistics.
+    """
     if "moments" in moments:
         mean, var = moments["moments"]
-        seen = {"mean": mean, "var": var}
-        return {k: momentum * stats[k] + (1 - momentum) * seen[k] for k in stats}
-    # A batch norm that the model never used saw nothing and stays as it is.
-    return {k: running_update(stats[k], moments[k], momentum) if k in moments else stats[k] for k in stats}
+        observed = {"mean": mean, "var": var}
+        return {k: momentum * stats[k] + (1 - momentum) * observed[k] for k in stats}
+    # A batch norm that the model never called has no moments and keeps its statistics.
+    return {k: update_running_statistics(stats[k], moments[k], momentum) if k in moments else stats[k] for k in stats}
 
 
-# --- the function ------------------------------------------------------------------------------------------------
+# --- the function and its gradient -----------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -113,97 +157,118 @@ def normalize(
     groups: Groups = Groups(),
     epsilon: float = 1e-5,
 ) -> tuple[jax.Array, jax.Array]:
-    """Batch norm of x [images, ..., channels] within groups; also the mean over local groups of (mean, variance).
+    """Normalize every group of images by the group's own mean and variance.
 
-    The gradient is written out because it sums over devices: both directions then cost exactly one message, and
-    nothing depends on how a collective is transposed. The moments carry no gradient.
+    The gradient is written out because it sums over devices: both directions then cost exactly one message, and nothing
+    depends on how a collective is transposed. The moments carry no gradient.
+
+    Args:
+        x: activations of this device's images, [images, ..., channels].
+        scale: [channels]; its dtype is that of the statistics.
+        bias: [channels].
+        groups: how images map to groups.
+        epsilon: added to the variance.
+
+    Returns:
+        x normalized, in the dtype of x, and the mean over this device's groups of (mean, variance), [2, channels].
     """
-    return _forward(x, scale, bias, groups, epsilon)[0]
+    return _normalize_forward(x, scale, bias, groups, epsilon)[0]
 
 
 @jax.named_scope(SCOPE)
-def _forward(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float) -> Any:
-    grouped = _grouped(x, groups)
+def _normalize_forward(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float) -> Any:
+    grouped = _split_groups(x, groups)
     wide = grouped.astype(scale.dtype)
-    sums = jnp.stack([_group_sum(wide), _group_sum(wide * wide)])
-    mean, mean_square = over_tile(sums, groups) / _count(grouped, groups)
+    sums = jnp.stack([_sum_groups(wide), _sum_groups(wide * wide)])
+    mean, mean_square = sum_over_tile(sums, groups) / _count_values(grouped, groups)
     var = jnp.maximum(mean_square - mean * mean, 0)
-    inverse = lax.rsqrt(var + epsilon)
-    y = _affine(grouped, mean, inverse, scale, bias).reshape(x.shape)
+    inverse_std = lax.rsqrt(var + epsilon)
+    y = _apply_affine(grouped, mean, inverse_std, scale, bias).reshape(x.shape)
     moments = jnp.stack([mean, var]).mean(axis=1).reshape(2, -1)
-    return (y, moments), (x, scale, mean, inverse)
+    return (y, moments), (x, scale, mean, inverse_std)
 
 
 @jax.named_scope(SCOPE)
-def _backward(groups: Groups, epsilon: float, saved: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x, scale, mean, inverse = saved
-    grouped = _grouped(x, groups)
-    dy = _grouped(cotangents[0], groups).astype(scale.dtype)
-    normal = (grouped.astype(scale.dtype) - mean) * inverse
-    local = jnp.stack([_group_sum(dy), _group_sum(dy * normal)])
-    mean_dy, mean_dy_normal = over_tile(local, groups) / _count(grouped, groups)
-    dx = (scale * inverse) * (dy - mean_dy - normal * mean_dy_normal)
-    dbias, dscale = local.sum(axis=1).reshape(2, -1)  # this device's own share: gradient summation adds the others'
+def _normalize_backward(
+    groups: Groups, epsilon: float, residuals: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x, scale, mean, inverse_std = residuals
+    grouped = _split_groups(x, groups)
+    dy = _split_groups(cotangents[0], groups).astype(scale.dtype)
+    normalized = (grouped.astype(scale.dtype) - mean) * inverse_std
+    local_sums = jnp.stack([_sum_groups(dy), _sum_groups(dy * normalized)])
+    mean_dy, mean_dy_normalized = sum_over_tile(local_sums, groups) / _count_values(grouped, groups)
+    dx = (scale * inverse_std) * (dy - mean_dy - normalized * mean_dy_normalized)
+    dbias, dscale = local_sums.sum(axis=1).reshape(2, -1)  # this device's share: gradient summation adds the others'
     return dx.reshape(x.shape).astype(x.dtype), dscale, dbias
 
 
-normalize.defvjp(_forward, _backward)
+normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 @jax.named_scope(SCOPE)
-def _affine(x: jax.Array, mean: jax.Array, inverse: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    return ((x.astype(scale.dtype) - mean) * (inverse * scale) + bias).astype(x.dtype)
+def _apply_affine(
+    x: jax.Array, mean: jax.Array, inverse_std: jax.Array, scale: jax.Array, bias: jax.Array
+) -> jax.Array:
+    return ((x.astype(scale.dtype) - mean) * (inverse_std * scale) + bias).astype(x.dtype)
 
 
-def _grouped(x: jax.Array, groups: Groups) -> jax.Array:
-    """[images, ..., channels] -> [groups, images of a group, places, channels]"""
-    images = groups.images or x.shape[0]
-    return x.reshape(x.shape[0] // images, images, -1, x.shape[-1])
+# --- groups and tiles ------------------------------------------------------------------------------------------------
 
 
-def _group_sum(values: jax.Array) -> jax.Array:
-    """[groups, images, places, channels] -> [groups, 1, 1, channels]
-
-    Image by image first; on a GPU all at once is neither faster nor slower (docs/results.md).
-    """
-    return values.sum(axis=2, keepdims=True).sum(axis=1, keepdims=True)
-
-
-def _count(grouped: jax.Array, groups: Groups) -> int:
-    """Values that each of a group's statistics is made of."""
-    return grouped.shape[1] * grouped.shape[2] * _devices(groups)
-
-
-def _devices(groups: Groups) -> int:
-    """Over which a group is spread."""
-    return math.prod(lax.axis_size(axis) for axis in groups.axes)
-
-
-def over_tile(sums: jax.Array, groups: Groups) -> jax.Array:
-    """The sum over all devices that a group is spread over."""
+def sum_over_tile(sums: jax.Array, groups: Groups) -> jax.Array:
+    """Sum over all devices that hold images of a group."""
     outer = tuple(axis for axis in groups.axes if axis not in groups.inner)
     for axes in (groups.inner, outer):
         sums = lax.psum(sums, axes) if axes else sums
     return sums
 
 
-# --- models of the user's own ------------------------------------------------------------------------------------
+def _split_groups(x: jax.Array, groups: Groups) -> jax.Array:
+    """[images, ..., channels] -> [groups, images of a group, places, channels]"""
+    images = groups.images or x.shape[0]
+    return x.reshape(x.shape[0] // images, images, -1, x.shape[-1])
 
 
-def distribute(model: nnx.Module) -> nnx.Module:
-    """Replaces every flax `nnx.BatchNorm` in `model` by the distributed one, weights and statistics kept, in place."""
-    ours: dict[int, BatchNorm] = {}  # one that stands under two names stays one
+def _sum_groups(values: jax.Array) -> jax.Array:
+    """[groups, images, places, channels] -> [groups, 1, 1, channels]
+
+    Each image is summed first; on a GPU, summing all at once is neither faster nor slower (docs/results.md).
+    """
+    return values.sum(axis=2, keepdims=True).sum(axis=1, keepdims=True)
+
+
+def _count_values(grouped: jax.Array, groups: Groups) -> int:
+    """Return how many values each statistic of a group averages over."""
+    return grouped.shape[1] * grouped.shape[2] * _count_devices(groups)
+
+
+def _count_devices(groups: Groups) -> int:
+    """Return how many devices hold images of a group."""
+    return math.prod(lax.axis_size(axis) for axis in groups.axes)
+
+
+# --- users' models ---------------------------------------------------------------------------------------------------
+
+
+def replace_batch_norms(model: nnx.Module) -> nnx.Module:
+    """Replace every flax `nnx.BatchNorm` in `model` by a distributed one, in place, with its weights and statistics.
+
+    Raises:
+        UserError: a batch norm has no scale or no bias, or does not normalize its last axis.
+    """
+    replacements: dict[int, BatchNorm] = {}  # a module that is shared under two names stays one module
     for _, module in list(nnx.iter_modules(model)):
         for name, child in list(vars(module).items()):
             if isinstance(child, nnx.BatchNorm):
-                setattr(module, name, ours.setdefault(id(child), _converted(child)))
+                setattr(module, name, replacements.setdefault(id(child), _convert(child)))
     return model
 
 
-def _converted(flax_norm: nnx.BatchNorm) -> BatchNorm:
+def _convert(flax_norm: nnx.BatchNorm) -> BatchNorm:
     if flax_norm.scale is None or flax_norm.bias is None or flax_norm.axis not in (-1, (-1,)):
         raise UserError("a model's nnx.BatchNorm must have a scale and a bias and normalize its last axis")
-    ours = BatchNorm(flax_norm.num_features, epsilon=flax_norm.epsilon)
+    distributed = BatchNorm(flax_norm.num_features, epsilon=flax_norm.epsilon)
     for name in ("scale", "bias", "mean", "var"):
-        getattr(ours, name)[...] = getattr(flax_norm, name)[...]
-    return ours
+        getattr(distributed, name)[...] = getattr(flax_norm, name)[...]
+    return distributed

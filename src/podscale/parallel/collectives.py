@@ -1,21 +1,23 @@
-"""Gradient summation: rings laid over the pod's torus.
+"""Collectives on the pod's torus: reduce-scatter, all-gather and all-reduce along rings of chips.
 
-Called inside `jax.shard_map(..., check_vma=False)` over the pod's mesh. Every strategy but `xla` is an all-reduce along
-one or more *paths*. A path is a tuple of rings: the data is reduce-scattered along each in turn, whereupon every device
-owns one finished shard, and gathered back along the same rings in reverse:
+All functions here run inside `jax.shard_map(..., check_vma=False)` over the pod's mesh.
 
-    ring     one path, of one ring through all chips: 2(N-1) hops
-    ring2    two paths, half of the data each: the same ring, either way round
-    torus    one path, row then column: 2(R-1) + 2(C-1) hops (Ying et al. 2018, arXiv 1811.06992)
-    torus4   four paths, a quarter of the data each: row or column first, either way round, so that all four links
-             of a chip carry data at once
-    xla      one `psum`; the compiler chooses. On TPU it already is the two-dimensional algorithm
+An all-reduce sends the data along one or more *paths*. A path is a sequence of rings. The data is reduce-scattered
+along each ring in turn, after which every device owns one finished chunk of the sum, and then all-gathered along the
+same rings in reverse. The strategies of gradient summation (`summation.py`) differ in their paths, on N = R·C chips:
 
-The cores of a chip scatter the data among them first, on the chip. Each then takes its part along paths of its own, as
-far as there are several: one message of the program moves all cores' parts, each the way of its path.
+    ring     one path of one ring through all chips: 2(N-1) hops
+    ring2    two paths, half of the data each: the same ring in both directions
+    torus    one path, rows then columns: 2(R-1) + 2(C-1) hops (2-D gradient summation of Ying et al. 2018,
+             arXiv 1811.06992)
+    torus4   four paths, a quarter of the data each: rows or columns first, in both directions, so that all four links
+             of a chip carry data at the same time
 
-The owner of a finished shard rounds it to the payload before it travels, and keeps what it sent: all replicas end
-with the same bits.
+The cores of a chip first scatter the data among themselves, on the chip. Each core then sends its part along paths of
+its own, as far as there are several: one message of the program moves the parts of all cores, each along its own path.
+
+The owner of a finished chunk rounds it to the payload's dtype before it travels and keeps the rounded chunk itself, so
+all replicas end with the same bits.
 """
 
 import math
@@ -32,167 +34,208 @@ from numpy.typing import NDArray
 
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
 
-TORUS = COLUMN + ROW  # in this order the index along all of them is row * columns + column
-UNROLL = 16  # hops; longer rings become a loop, or compiling takes longer than training
+TORUS = COLUMN + ROW  # in this order, the index along all of these axes is row * columns + column
+MAX_UNROLLED_HOPS = 16  # longer rings become a loop, or compiling takes longer than training
 
 
-# --- rings -------------------------------------------------------------------------------------------------------
+# --- routes: cycles over chips -------------------------------------------------------------------------------------
 
-Way = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # chips [rows, columns] -> closed walks over them [walks, chips]
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Closed walks that all devices of the pod are on, each on one: `walks[w][i]` is the i-th device of walk w."""
-
-    walks: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def along(cls, ways: Sequence[Way]) -> "Ring":
-        """Each core of every chip goes its own way; there are as many ways as cores."""
-        rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
-        devices = np.arange(rows * cols * len(ways)).reshape(rows, cols, len(ways))
-        walks = np.concatenate([way(devices[:, :, core]) for core, way in enumerate(ways)])
-        return cls(tuple(map(tuple, walks.tolist())))
-
-    @property
-    def size(self) -> int:
-        """Devices on a walk."""
-        return len(self.walks[0])
-
-    def place(self) -> jax.Array:
-        """Where on its walk this device is."""
-        walks = np.array(self.walks)
-        places = np.empty(walks.size, np.int32)
-        places[walks] = np.arange(self.size)
-        return jnp.asarray(places)[lax.axis_index(ALL_AXES)]
-
-    def hop(self, x: jax.Array, wire: Any) -> jax.Array:
-        """What the device before this one on its walk holds as `x`; it travels as `wire`."""
-        links = [link for walk in self.walks for link in zip(walk, walk[1:] + walk[:1], strict=True)]
-        return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
+Chips = NDArray[np.int64]  # device ids
+Route = Callable[[Chips], Chips]  # chips [rows, columns] -> disjoint cycles that cover them [cycles, chips of a cycle]
 
 
-def along_rows(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+def follow_rows(chips: Chips) -> Chips:
+    """Return one cycle per row."""
     return chips
 
 
-def along_columns(chips: NDArray[np.int64]) -> NDArray[np.int64]:
+def follow_columns(chips: Chips) -> Chips:
+    """Return one cycle per column."""
     return chips.T
 
 
-def through_all(chips: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One walk, link by link."""
-    return np.array([[chips[place] for place in hamiltonian(*chips.shape)]])
+def visit_all_chips(chips: Chips) -> Chips:
+    """Return a single cycle through all chips, every hop of which is one link of the torus."""
+    return np.array([[chips[place] for place in find_hamiltonian_cycle(*chips.shape)]])
 
 
-def reverse(way: Way) -> Way:
-    """The same walks, the other way round."""
-    return lambda chips: way(chips)[:, ::-1]
+def reverse_route(route: Route) -> Route:
+    """Return the route that follows the same cycles in the opposite direction."""
+    return lambda chips: route(chips)[:, ::-1]
 
 
-def hamiltonian(rows: int, cols: int) -> list[tuple[int, int]]:
-    """All chips of a torus as (row, column), each one link from the last and the last one link from the first.
+def find_hamiltonian_cycle(rows: int, cols: int) -> list[tuple[int, int]]:
+    """Return all chips of a torus as (row, column), each one link from the previous, the last one link from the first.
 
-    Every row is walked as a whole ring, so a row walked rightwards ends one column left of where it began, and the next
-    begins there. With k rows rightwards and the others leftwards the walk ends rows - 2k columns from where it began,
-    which must be 0 modulo `cols`. Such a k exists if there is an even number of rows (half of them), or if both numbers
-    are odd and rows >= cols (k = (rows - cols) / 2); in all other cases it exists for the transpose.
+    Every row is walked as a whole ring, so a row walked to the right ends one column left of where it began, and the
+    next row begins there. With k rows to the right and the others to the left, the walk ends rows - 2k columns from
+    where it began, which must be 0 modulo `cols`. Such a k exists if the number of rows is even (half of them), or if
+    both numbers are odd and rows >= cols (k = (rows - cols) / 2); in all other cases it exists for the transpose.
 
-    >>> hamiltonian(2, 3)
+    >>> find_hamiltonian_cycle(2, 3)
     [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0)]
     """
     rightwards = next((k for k in range(rows, -1, -1) if (rows - 2 * k) % cols == 0), None)
     if rightwards is None:
-        return [(row, col) for col, row in hamiltonian(cols, rows)]
-    walk, start = [], 0
+        return [(row, col) for col, row in find_hamiltonian_cycle(cols, rows)]
+    cycle, start = [], 0
     for row in range(rows):
         step = 1 if row < rightwards else -1
-        walk += [(row, (start + step * i) % cols) for i in range(cols)]
+        cycle += [(row, (start + step * i) % cols) for i in range(cols)]
         start -= step
-    return walk
+    return cycle
+
+
+# --- rings: cycles over devices ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Disjoint cycles of equal length that cover the pod: `cycles[c][i]` is the i-th device of cycle c."""
+
+    cycles: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_routes(cls, routes: Sequence[Route]) -> "Ring":
+        """Build the ring on which core i of every chip follows `routes[i]`."""
+        rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
+        devices = np.arange(rows * cols * len(routes)).reshape(rows, cols, len(routes))
+        cycles = np.concatenate([route(devices[:, :, core]) for core, route in enumerate(routes)])
+        return cls(tuple(map(tuple, cycles.tolist())))
+
+    @property
+    def size(self) -> int:
+        """Devices on a cycle."""
+        return len(self.cycles[0])
+
+    def locate_device(self) -> jax.Array:
+        """Return the position of this device on its cycle."""
+        cycles = np.array(self.cycles)
+        positions = np.empty(cycles.size, np.int32)
+        positions[cycles] = np.arange(self.size)
+        return jnp.asarray(positions)[lax.axis_index(ALL_AXES)]
+
+    def hop(self, x: jax.Array, wire: Any) -> jax.Array:
+        """Send `x` to the next device of the cycle as dtype `wire`, and return what the previous device sent."""
+        links = [link for cycle in self.cycles for link in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
+        return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
+
+
+def lay_rings(paths: Sequence[tuple[Route, ...]], cores: int) -> list[tuple[Ring, ...]]:
+    """Return the rings of each part of a core's data, so that all paths carry the same amount.
+
+    The cores of a chip divide the paths among themselves: of four paths, four cores take one each, two cores take two
+    each, a single core takes all four. What moves in one message must have one shape: if rows and columns differ in
+    length, the rows-first and the columns-first parts move in separate messages.
+    """
+    by_lengths: dict[tuple[int, ...], list[tuple[Route, ...]]] = {}
+    for path in paths:
+        by_lengths.setdefault(tuple(Ring.from_routes([route] * cores).size for route in path), []).append(path)
+    ring_paths = []
+    for group in by_lengths.values():
+        for first in range(0, math.lcm(len(group), cores), cores):
+            path_of_core = [group[(first + core) % len(group)] for core in range(cores)]
+            ring_paths.append(tuple(Ring.from_routes(routes) for routes in zip(*path_of_core, strict=True)))
+    return ring_paths
+
+
+# --- one stage: all paths once round a ring each -------------------------------------------------------------------
 
 
 def reduce_scatter(rings: Sequence[Ring], xs: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
-    """Each x summed over its ring; the device at place p keeps the p-th of `ring.size` even shards.
+    """Sum each x over its ring; the device at position p keeps the p-th of `ring.size` even chunks.
 
-    Shard p sets out one place after p, and every device it passes adds its own part: sent as `wire`, added as it is.
+    Chunk p starts one position after p, and every device that it passes adds its own part: chunks travel as dtype
+    `wire` and are added in the dtype of x.
     """
-    places = [ring.place() for ring in rings]
-    shards = [x.reshape(ring.size, -1) for ring, x in zip(rings, xs, strict=True)]
+    positions = [ring.locate_device() for ring in rings]
+    chunks = [x.reshape(ring.size, -1) for ring, x in zip(rings, xs, strict=True)]
 
-    def own(lane: int, behind: Any) -> jax.Array:
-        return lax.dynamic_index_in_dim(shards[lane], (places[lane] - behind) % rings[lane].size, keepdims=False)
+    def local_chunk(path: int, behind: Any) -> jax.Array:
+        return lax.dynamic_index_in_dim(chunks[path], (positions[path] - behind) % rings[path].size, keepdims=False)
 
-    def step(lane: int, i: Any, partial_sum: jax.Array) -> jax.Array:
-        return rings[lane].hop(partial_sum, wire) + own(lane, i + 2)
+    def step(path: int, i: Any, partial_sum: jax.Array) -> jax.Array:
+        return rings[path].hop(partial_sum, wire) + local_chunk(path, i + 2)
 
-    return _in_step(rings, step, [own(lane, 1) for lane in range(len(rings))])
-
-
-def all_gather(rings: Sequence[Ring], shards: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
-    """The shards of all devices of each ring, in the order of their places."""
-    places = [ring.place() for ring in rings]
-
-    def put(lane: int, whole: jax.Array, shard: jax.Array, behind: Any) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(whole, shard, (places[lane] - behind) % rings[lane].size, 0)
-
-    def step(lane: int, i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        shard = rings[lane].hop(carry[1], wire)
-        return put(lane, carry[0], shard, i + 1), shard
-
-    empty = [jnp.zeros((ring.size, shard.size), shard.dtype) for ring, shard in zip(rings, shards, strict=True)]
-    start = [(put(lane, empty[lane], shard, 0), shard) for lane, shard in enumerate(shards)]
-    return [whole.reshape(-1) for whole, _ in _in_step(rings, step, start)]
+    return _hop_together(rings, step, [local_chunk(path, 1) for path in range(len(rings))])
 
 
-def _in_step(rings: Sequence[Ring], step: Callable[[int, Any, Any], Any], carries: list[Any]) -> list[Any]:
-    """Take every lane once round its ring, all lanes hop by hop together.
+def all_gather(rings: Sequence[Ring], chunks: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
+    """Return the chunks of all devices of each ring, concatenated in the order of their positions."""
+    positions = [ring.locate_device() for ring in rings]
 
-    Loops of a program run one after the other: lanes that are to use their links at the same time must share one.
+    def insert(path: int, whole: jax.Array, chunk: jax.Array, behind: Any) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(whole, chunk, (positions[path] - behind) % rings[path].size, 0)
+
+    def step(path: int, i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        chunk = rings[path].hop(carry[1], wire)
+        return insert(path, carry[0], chunk, i + 1), chunk
+
+    empty = [jnp.zeros((ring.size, chunk.size), chunk.dtype) for ring, chunk in zip(rings, chunks, strict=True)]
+    start = [(insert(path, empty[path], chunk, 0), chunk) for path, chunk in enumerate(chunks)]
+    return [whole.reshape(-1) for whole, _ in _hop_together(rings, step, start)]
+
+
+def _hop_together(rings: Sequence[Ring], step: Callable[[int, Any, Any], Any], carries: list[Any]) -> list[Any]:
+    """Take every path once round its ring, all paths hop by hop together.
+
+    Loops of a program run one after the other: paths that are to use their links at the same time must share one.
     """
 
-    def advance(lanes: Sequence[int], i: Any, carries: list[Any]) -> list[Any]:
-        return [step(lane, i, carry) if lane in lanes else carry for lane, carry in enumerate(carries)]
+    def advance(paths: Sequence[int], i: Any, carries: list[Any]) -> list[Any]:
+        return [step(path, i, carry) if path in paths else carry for path, carry in enumerate(carries)]
 
     first = 0
     for last in sorted({ring.size - 1 for ring in rings}):
-        lanes = [lane for lane, ring in enumerate(rings) if ring.size - 1 >= last]
-        if last - first > UNROLL:
-            carries = lax.fori_loop(first, last, partial(advance, lanes), carries)
+        paths = [path for path, ring in enumerate(rings) if ring.size - 1 >= last]
+        if last - first > MAX_UNROLLED_HOPS:
+            carries = lax.fori_loop(first, last, partial(advance, paths), carries)
         else:
             for i in range(first, last):
-                carries = advance(lanes, i, carries)
+                carries = advance(paths, i, carries)
         first = last
     return carries
 
 
-def all_reduce(paths: Sequence[tuple[Way, ...]], x: jax.Array, wire: Any) -> jax.Array:
-    """All-reduce, an even part of `x` along each path."""
+# --- all-reduce ----------------------------------------------------------------------------------------------------
+
+
+def all_reduce(paths: Sequence[tuple[Route, ...]], x: jax.Array, wire: Any) -> jax.Array:
+    """Sum `x` over all devices, with an even part of it along each path.
+
+    Args:
+        paths: for each path, the routes of its stages in the order of the reduce-scatters.
+        x: a flat array of any size.
+        wire: the dtype that travels between chips; partial sums are added in the dtype of x.
+
+    Returns:
+        the sum in the dtype of x, rounded to `wire` if it traveled; the same bits on every device.
+    """
     cores, chips = lax.axis_size(CORE), lax.axis_size(TORUS)
     if chips == 1:
         return lax.psum(x, CORE)
-    lanes = lay_rings(paths, cores)
-    whole = jnp.pad(x, (0, _padding(x.size, len(lanes) * chips * cores)))
+    ring_paths = lay_rings(paths, cores)
+    whole = jnp.pad(x, (0, _compute_padding(x.size, len(ring_paths) * chips * cores)))
     part = lax.psum_scatter(whole, CORE, tiled=True) if cores > 1 else whole
-    parts = list(jnp.split(part, len(lanes)))
-    stages = list(zip(*lanes, strict=True))
-    turn = _together if cores > 1 and len(paths) > 1 else list
+    parts = list(jnp.split(part, len(ring_paths)))
+    stages = list(zip(*ring_paths, strict=True))
+    synchronize = _synchronize_cores if cores > 1 and len(paths) > 1 else list
     for number, rings in enumerate(stages):
-        parts = reduce_scatter(rings, turn(parts) if number else parts, wire)
-    parts = [_rounded(part, wire) for part in parts]
+        parts = reduce_scatter(rings, synchronize(parts) if number else parts, wire)
+    parts = [_round_to(part, wire) for part in parts]
     for rings in reversed(stages):
-        parts = all_gather(rings, turn(parts) if len(stages) > 1 else parts, wire)
+        parts = all_gather(rings, synchronize(parts) if len(stages) > 1 else parts, wire)
     part = jnp.concatenate(parts)
     whole = lax.all_gather(part.astype(wire), CORE, tiled=True).astype(x.dtype) if cores > 1 else part
     return whole[: x.size]
 
 
-def _together(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """The parts as they are, once all cores of the chip have theirs.
+def _synchronize_cores(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the parts unchanged, once all cores of the chip have theirs.
 
-    Whoever turned from rows to columns before another did would find that one's data still on the links there. To wait
-    for a sum it must be used, so its zero is added; that it is zero only the sum's maker knows.
+    A core that turned from rows to columns before another one did would find that core's data still on the links there.
+    To wait for a sum, a program must use it, so a zero that depends on the sum is added to the bits of every part; the
+    compiler cannot see that it is zero.
     """
     bits = [lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}") for part in parts]
     ones = sum(lax.population_count(b[:1]).astype(jnp.int32) for b in bits)  # at most 64 a part
@@ -200,63 +243,59 @@ def _together(parts: Sequence[jax.Array]) -> list[jax.Array]:
     return [lax.bitcast_convert_type(b + zero.astype(b.dtype), part.dtype) for b, part in zip(bits, parts, strict=True)]
 
 
-def lay_rings(paths: Sequence[tuple[Way, ...]], cores: int) -> list[tuple[Ring, ...]]:
-    """The rings of each part of a core's data; all paths carry as much, and every core goes as many as it must.
+def _round_to(x: jax.Array, wire: Any) -> jax.Array:
+    """Round `x` to the values it will have on arrival.
 
-    Four cores take one of four paths each, two cores two, a single core all four. What moves in one message must have
-    one shape: if rows are not as long as columns, rows-first and columns-first parts move in messages of their own.
+    Not a cast there and back: the compiler may take such a pair for the identity.
     """
-    alike: dict[tuple[int, ...], list[tuple[Way, ...]]] = {}
-    for path in paths:
-        alike.setdefault(tuple(Ring.along([way] * cores).size for way in path), []).append(path)
-    lanes = []
-    for group in alike.values():
-        for first in range(0, math.lcm(len(group), cores), cores):
-            own = [group[(first + core) % len(group)] for core in range(cores)]
-            lanes.append(tuple(Ring.along(ways) for ways in zip(*own, strict=True)))
-    return lanes
-
-
-def _padding(size: int, shards: int) -> int:
-    """Elements to add so that `shards` divides the size; whole 8x128 tiles of a TPU each, where that adds little."""
-    tiled = -size % (1024 * shards)
-    return tiled if tiled <= size / 32 else -size % shards
-
-
-def _rounded(x: jax.Array, wire: Any) -> jax.Array:
-    """`x` as it will arrive. Not a cast there and back: the compiler may take such a pair for the identity."""
     if x.dtype == wire:
         return x
-    kept = jnp.finfo(wire)
-    return lax.reduce_precision(x, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
+    info = jnp.finfo(wire)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
-# --- the halves of a sum -------------------------------------------------------------------------------------------
+def _compute_padding(size: int, chunks: int) -> int:
+    """Return how many elements to add so that `chunks` divides the size.
+
+    Chunks are whole 8x128 tiles of a TPU where that adds little.
+    """
+    tiled = -size % (1024 * chunks)
+    return tiled if tiled <= size / 32 else -size % chunks
+
+
+# --- the two halves of an all-reduce, for sharded updates ------------------------------------------------------------
 
 
 def scatter_sum(x: jax.Array, payload: str = "float32") -> jax.Array:
-    """Row i of the sum of x [devices, n] over the pod, on the i-th device by core, column and row; n may grow.
+    """Return one row of the sum of x over the pod on each device.
 
-    What is finished does not travel: it is not rounded to the payload.
+    Args:
+        x: [devices, n].
+        payload: "bfloat16" halves the bytes of partial sums on the links; a finished row does not travel, so it is not
+            rounded.
+
+    Returns:
+        row i on the i-th device by core, column and row, in this order; padding may make it longer than n.
     """
-    x = jnp.pad(x, ((0, 0), (0, _padding(x.size, x.shape[0]) // x.shape[0])))
+    x = jnp.pad(x, ((0, 0), (0, _compute_padding(x.size, x.shape[0]) // x.shape[0])))
     wire = jnp.bfloat16 if payload == "bfloat16" else x.dtype
     part = lax.psum_scatter(x.ravel(), CORE, tiled=True) if lax.axis_size(CORE) > 1 else x.ravel()
-    for ring in _rows_then_columns():
+    for ring in _make_torus_rings():
         (part,) = reduce_scatter([ring], [part], wire)
     return part
 
 
 def gather_parts(part: jax.Array) -> jax.Array:
-    """[devices, n]: the parts of all devices, by core, column and row."""
+    """Return the parts of all devices as [devices, n], by core, column and row."""
     devices, size = lax.axis_size(ALL_AXES), part.size
-    whole = jnp.pad(part, (0, _padding(size * devices, devices) // devices))
-    for ring in reversed(_rows_then_columns()):
+    whole = jnp.pad(part, (0, _compute_padding(size * devices, devices) // devices))
+    for ring in reversed(_make_torus_rings()):
         (whole,) = all_gather([ring], [whole], whole.dtype)
     if lax.axis_size(CORE) > 1:
         whole = lax.all_gather(whole, CORE, tiled=True)
     return whole.reshape(devices, -1)[:, :size]
 
 
-def _rows_then_columns() -> list[Ring]:
-    return [Ring.along([way] * lax.axis_size(CORE)) for way in (along_rows, along_columns)]
+def _make_torus_rings() -> list[Ring]:
+    """Return the ring along rows and the ring along columns, the same for all cores."""
+    return [Ring.from_routes([route] * lax.axis_size(CORE)) for route in (follow_rows, follow_columns)]

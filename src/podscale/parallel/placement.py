@@ -13,22 +13,27 @@ from podscale.errors import UserError
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Arrays that every process holds, the same on all devices of the mesh.
+    """Place host arrays that every process holds on all devices of the mesh.
 
-    Whether they are the same is seen by their checksums. `jax.device_put` would send every process's arrays to every
-    other one, only to compare them.
+    Checksums show whether the processes hold the same arrays. `jax.device_put` would send the arrays of every process
+    to every other one, only to compare them.
+
+    Raises:
+        UserError: the arrays of a process differ from those of process 0.
     """
-    everywhere, arrays = NamedSharding(mesh, PartitionSpec()), jax.tree.map(np.asarray, tree)
+    replicated, arrays = NamedSharding(mesh, PartitionSpec()), jax.tree.map(np.asarray, tree)
     if jax.process_count() == 1:
-        return jax.device_put(arrays, everywhere)
-    sums = np.array([zlib.crc32(array.tobytes()) for array in jax.tree.leaves(arrays)], np.uint32)
-    found = multihost_utils.process_allgather(sums)  # [processes, arrays]
-    odd = np.flatnonzero((found != found[0]).any(axis=1)).tolist()
-    if odd:
-        raise UserError(f"process {odd[0]} has come to other numbers than the first; do both have the same software?")
-    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, everywhere, lambda index: a[index]), arrays)
+        return jax.device_put(arrays, replicated)
+    checksums = np.array([zlib.crc32(array.tobytes()) for array in jax.tree.leaves(arrays)], np.uint32)
+    gathered = multihost_utils.process_allgather(checksums)  # [processes, arrays]
+    different = np.flatnonzero((gathered != gathered[0]).any(axis=1)).tolist()
+    if different:
+        raise UserError(
+            f"process {different[0]} has come to other numbers than the first; do both have the same software?"
+        )
+    return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, replicated, lambda index: a[index]), arrays)
 
 
 def gather_to_host(array: Any) -> NDArray:
-    """All of an array, of which this process may hold but a part; every process must ask."""
+    """Return a whole array, of which this process may hold only a part; every process must call this."""
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,0 +1,80 @@
+"""Muon against singular value decompositions."""
+
+import numpy as np
+import pytest
+
+from podscale.optim import optimizers
+from podscale.recipe import Recipe, override_recipe
+
+
+def update_once(params, gradients, **changes):
+    recipe = override_recipe(Recipe(), {"optimizer.name": "muon", "optimizer.trust": 0.25, **changes})
+    rule = optimizers.make_optimizer(recipe, 0.5)
+    updates, state = rule.update(gradients, rule.init(params), params)
+    return updates, state
+
+
+def test_step_is_along_the_nearest_orthogonal_matrix_by_a_fraction_of_the_norm():
+    random = np.random.default_rng(0)
+    w, g = (random.normal(size=(3, 3, 8, 16)).astype(np.float32) for _ in range(2))
+    updates, _ = update_once({"kernel": w}, {"kernel": g}, **{"optimizer.weight_decay": 0})
+    left, values, right = np.linalg.svd(g.reshape(72, 16), full_matrices=False)
+    expected = -0.5 * 0.25 * np.linalg.norm(w) / 4 * (left @ right)  # an orthogonal matrix of 16 columns has norm 4
+    moved = np.asarray(updates["kernel"]).reshape(72, 16)
+    assert np.linalg.norm(moved) == pytest.approx(0.5 * 0.25 * np.linalg.norm(w), rel=1e-4)
+    cosine = (moved * expected).sum() / np.linalg.norm(moved) / np.linalg.norm(expected)
+    assert cosine > 0.97  # five Newton-Schulz steps leave singular values between 0.7 and 1.2
+    spread = np.linalg.svd(moved, compute_uv=False)
+    assert spread.max() / spread.min() < 2 < values.max() / values.min()
+
+
+def test_sgd_updates_all_but_convolutions():
+    params = {"kernel": np.ones((4, 3), np.float32), "bias": np.ones(3, np.float32)}
+    gradients = {"kernel": np.full((4, 3), 2, np.float32), "bias": np.full(3, 3, np.float32)}
+    updates, _ = update_once(params, gradients, **{"optimizer.weight_decay": 0.1})
+    assert np.asarray(updates["kernel"]) == pytest.approx(-0.5 * (2 + 0.1))
+    assert np.asarray(updates["bias"]) == pytest.approx(-0.5 * 3)
+
+
+def test_kernels_decay_towards_zero():
+    w, g = np.ones((1, 1, 2, 2), np.float32), np.eye(2, dtype=np.float32)[None, None]
+    updates, _ = update_once({"kernel": w}, {"kernel": g}, **{"optimizer.weight_decay": 0.1, "optimizer.trust": 1e-9})
+    assert np.asarray(updates["kernel"]) == pytest.approx(-0.5 * 0.1, abs=1e-6)
+
+
+def test_renormalize_restores_the_norm_and_steps_along_the_orthogonal_matrix():
+    random = np.random.default_rng(0)
+    w, g = (random.normal(size=(3, 3, 8, 16)).astype(np.float32) for _ in range(2))
+    updates, _ = update_once(
+        {"kernel": w}, {"kernel": g}, **{"optimizer.renormalize": True, "optimizer.weight_decay": 9}
+    )
+    moved = (w + np.asarray(updates["kernel"])).reshape(72, 16)
+    along = (4 / np.linalg.norm(w) * w.reshape(72, 16) - moved) / (0.5 * 0.25)  # rate and trust
+    values = np.linalg.svd(along, compute_uv=False)
+    assert 0.6 < values.min() < values.max() < 1.3
+    left, _, right = np.linalg.svd(g.reshape(72, 16), full_matrices=False)
+    assert (along * (left @ right)).sum() / 16 == pytest.approx(values.mean(), rel=1e-3)
+
+
+def test_more_newton_schulz_steps_come_closer_to_an_orthogonal_matrix():
+    random = np.random.default_rng(0)
+    w, g = (random.normal(size=(1, 1, 16, 16)).astype(np.float32) for _ in range(2))
+
+    def spread(steps):
+        updates, _ = update_once(
+            {"kernel": w}, {"kernel": g}, **{"optimizer.newton_schulz": steps, "optimizer.weight_decay": 0}
+        )
+        values = np.linalg.svd(np.asarray(updates["kernel"])[0, 0], compute_uv=False)
+        return values.max() / values.min()
+
+    assert spread(1) > 2 * spread(3) > 2 * spread(5)
+
+
+def test_each_of_several_kernels_is_updated_as_if_it_were_alone():
+    random = np.random.default_rng(0)
+    shapes = {"a": (3, 3, 4, 8), "b": (1, 1, 8, 8), "c": (3, 3, 4, 8), "d": (3, 3, 4, 8)}
+    w, g = ({k: random.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in range(2))
+    together, _ = update_once(w, g)
+    for name in shapes:
+        alone, _ = update_once({name: w[name]}, {name: g[name]})
+        np.testing.assert_allclose(together[name], alone[name], rtol=1e-5, atol=1e-6)
