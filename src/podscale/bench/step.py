@@ -1,4 +1,4 @@
-"""Measuring the training step and the evaluation step, on made-up data that is already on the devices."""
+"""Measure the training step and the evaluation step on random data that is already on the devices."""
 
 import statistics
 import time
@@ -16,69 +16,75 @@ from podscale.bench.profile.program import Program
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.plan import Counts
-from podscale.pod import Pod, batch_sharding
+from podscale.pod import Pod, make_batch_sharding
 from podscale.processes.group import broadcast_int
 from podscale.recipe import Recipe
 from podscale.training.compilation import compile_eval_step, compile_train_step
-from podscale.training.setup import Job, assemble
+from podscale.training.setup import Setup, assemble
 
 SECONDS_PER_REPEAT = 1.0
 PROFILED_CALLS = 3
-NAMED = {"xla_gpu_enable_command_buffer": ""}  # or the profiler has one name for all kernels of a CUDA graph
+NAMED_KERNELS = {"xla_gpu_enable_command_buffer": ""}  # else the profiler has one name for all kernels of a CUDA graph
 
 
 def measure_step(
     recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5, profile: bool = False
 ) -> dict[str, Any]:
-    """Milliseconds per update and images per second: the median of `repeats` stretches of about a second each.
+    """Measure milliseconds per update and images per second.
 
-    `images` per device replaces the recipe's batch; a batch-norm group then never spans more than the whole batch. With
-    `profile`, also where the time of an update goes on the device, by kind of work.
+    Args:
+        recipe: its model, image size and optimizer are measured.
+        pod: the devices.
+        options: machine options.
+        images: images per device; replaces the recipe's batch unless 0. A batch-norm group then spans at most the
+            whole batch.
+        repeats: timed intervals of about a second each, whose median counts.
+        profile: whether to add where the time of an update goes on the device, by kind of work.
     """
-    began = time.perf_counter()
-    job = _job(recipe, pod, options, images, repeats)
-    call, state, batch = compile_train_step(job), job.state, _made_up(job)
+    start = time.perf_counter()
+    setup = _make_setup(recipe, pod, options, images, repeats)
+    call, state, batch = compile_train_step(setup), setup.state, _make_batch(setup)
 
     def update() -> Any:
         nonlocal state
         state, _ = call(state, *batch)
         return state
 
-    found = _timed(update, job.plan.steps_per_call, job, repeats, began)
-    return found | ({"budget": _budget(state, batch, job)} if profile else {})
+    result = _measure_calls(update, setup.plan.steps_per_call, setup, repeats, start)
+    return result | ({"budget": _measure_budget(state, batch, setup)} if profile else {})
 
 
 def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5) -> dict[str, Any]:
-    """The same of the evaluation step."""
-    began = time.perf_counter()
-    job = _job(recipe, pod, options, images, repeats)
-    plan = replace(job.plan, eval_images=job.recipe.batch.size // pod.size)
-    job = job._replace(plan=plan)
-    call, (params, stats, *pictures, tally) = compile_eval_step(job)
-    batch = [_drawn(array, 256 if array.dtype == np.uint8 else plan.counts.classes) for array in pictures]
+    """Measure the evaluation step as `measure_step` measures the training step."""
+    start = time.perf_counter()
+    setup = _make_setup(recipe, pod, options, images, repeats)
+    plan = replace(setup.plan, eval_images=setup.recipe.batch.size // pod.size)
+    setup = setup._replace(plan=plan)
+    call, (params, stats, *pictures, tally) = compile_eval_step(setup)
+    batch = [_make_random_array(array, 256 if array.dtype == np.uint8 else plan.counts.classes) for array in pictures]
 
     def count() -> Any:
         nonlocal tally
         tally, _ = call(params, stats, *batch, tally)
         return tally
 
-    return _timed(count, 1, job, repeats, began)
+    return _measure_calls(count, 1, setup, repeats, start)
 
 
-def _job(recipe: Recipe, pod: Pod, options: Options, images: int, repeats: int) -> Job:
+def _make_setup(recipe: Recipe, pod: Pod, options: Options, images: int, repeats: int) -> Setup:
     if repeats < 1:
         raise UserError(f"--repeats must be at least 1, not {repeats}")
     if images:
         size = images * pod.size
         span = recipe.batch.span if size % recipe.batch.span == 0 else size
-        recipe = recipes.override(recipe, {"batch.size": size, "batch.span": span, "data.lanes": 1})
-    return assemble(recipe, pod, _counts(recipe), options)
+        recipe = recipes.override_recipe(recipe, {"batch.size": size, "batch.span": span, "data.lanes": 1})
+    return assemble(recipe, pod, _get_counts(recipe), options)
 
 
-def _timed(work: Callable[[], Any], steps: int, job: Job, repeats: int, began: float) -> dict[str, Any]:
-    """How long each of the `steps` takes that a call of `work` does; compiling began when it says."""
+def _measure_calls(work: Callable[[], Any], steps: int, setup: Setup, repeats: int, start: float) -> dict[str, Any]:
+    """Time calls of `work`, each of so many `steps`; `start` is when compiling started."""
     jax.block_until_ready(work())
-    compile_s = time.perf_counter() - began
+    compile_s = time.perf_counter() - start
     times: list[float] = []
     calls = 1
     while len(times) < repeats:
@@ -87,28 +93,28 @@ def _timed(work: Callable[[], Any], steps: int, job: Job, repeats: int, began: f
             result = work()
         jax.block_until_ready(result)
         spent = time.perf_counter() - start
-        if calls == 1:  # the first one only tells how many make a second; all processes must do as many
+        if calls == 1:  # the first only shows how many calls take a second; all processes must make as many
             calls = max(2, broadcast_int(round(SECONDS_PER_REPEAT / spent)))
         else:
             times.append(spent / (calls * steps))
-    median, pod, size = statistics.median(times), job.plan.pod, job.recipe.batch.size
+    median, pod, size = statistics.median(times), setup.plan.pod, setup.recipe.batch.size
     return {
-        "recipe": job.recipe.name,
+        "recipe": setup.recipe.name,
         "devices": f"{pod.size} x {pod.kind}",
         "images_per_device": size // pod.size,
         "step_ms": median * 1e3,
         "step_ms_all": [t * 1e3 for t in times],
         "images_per_s": size / median,
         "compile_s": compile_s,
-        "peak_bytes": _peak_bytes(pod),
+        "peak_bytes": _get_peak_bytes(pod),
     }
 
 
-def _budget(state: Any, batch: tuple[Any, ...], job: Job) -> dict[str, Any]:
-    """Where the time of an update goes, beside what this machine can do at most, which is measured first."""
-    best = rates.device(job.plan.pod)
-    device = next(d for d in job.plan.pod.devices if d.process_index == jax.process_index())
-    call = compile_train_step(job, options=NAMED if device.platform == "gpu" else None)
+def _measure_budget(state: Any, batch: tuple[Any, ...], setup: Setup) -> dict[str, Any]:
+    """Measure where the time of an update goes; the machine's ceilings are measured first."""
+    ceiling_rates = rates.measure_device(setup.plan.pod)
+    device = next(d for d in setup.plan.pod.devices if d.process_index == jax.process_index())
+    call = compile_train_step(setup, options=NAMED_KERNELS if device.platform == "gpu" else None)
     state, _ = call(state, *batch)
     jax.block_until_ready(state)
 
@@ -118,32 +124,42 @@ def _budget(state: Any, batch: tuple[Any, ...], job: Job) -> dict[str, Any]:
             state, _ = call(state, *batch)
         return state
 
-    seen = trace.watch(work, device)
-    ceilings = budget.Ceilings(best["copy_bytes_per_s"], best["matrix_flops_per_s"])
-    found = budget.of(Program(call.as_text()), seen, PROFILED_CALLS * job.plan.steps_per_call, ceilings)
-    return found | {"copy_bytes_per_s": ceilings.bytes_per_s, "matrix_flops_per_s": ceilings.flops_per_s}
+    activity = trace.profile_device(work, device)
+    ceilings = budget.Ceilings(ceiling_rates["copy_bytes_per_s"], ceiling_rates["matrix_flops_per_s"])
+    result = budget.compute_budget(
+        Program(call.as_text()), activity, PROFILED_CALLS * setup.plan.steps_per_call, ceilings
+    )
+    return result | {"copy_bytes_per_s": ceilings.bytes_per_s, "matrix_flops_per_s": ceilings.flops_per_s}
 
 
-def _counts(recipe: Recipe) -> Counts:
-    """The recipe's own, or ImageNet's."""
+def _get_counts(recipe: Recipe) -> Counts:
+    """Return the recipe's counts, or ImageNet's where it has none."""
     data = recipe.data
     return Counts(data.train_samples or 1_281_167, data.val_samples or 50_000, data.classes or 1000)
 
 
-def _made_up(job: Job) -> tuple[Any, ...]:
-    """A call's worth of random pictures on the devices, and the number of updates in it."""
-    size, shape, sharding = job.recipe.data.image_size, job.plan.batch_shape, batch_sharding(job.mesh, axis=2)
+def _make_batch(setup: Setup) -> tuple[Any, ...]:
+    """Return the arguments of one call: random images and labels on the devices, and the number of updates."""
+    size, shape, sharding = (
+        setup.recipe.data.image_size,
+        setup.plan.batch_shape,
+        make_batch_sharding(setup.mesh, axis=2),
+    )
     images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=sharding)
     labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-    return _drawn(images, 256), _drawn(labels, job.plan.counts.classes), np.int32(job.plan.steps_per_call)
+    return (
+        _make_random_array(images, 256),
+        _make_random_array(labels, setup.plan.counts.classes),
+        np.int32(setup.plan.steps_per_call),
+    )
 
 
-def _drawn(like: jax.ShapeDtypeStruct, below: int) -> jax.Array:
+def _make_random_array(like: jax.ShapeDtypeStruct, below: int) -> jax.Array:
     numbers = np.random.default_rng(0).integers(0, below, like.shape, like.dtype)
     return jax.make_array_from_callback(like.shape, like.sharding, numbers.__getitem__)
 
 
-def _peak_bytes(pod: Pod) -> int:
-    own = next(d for d in pod.devices if d.process_index == jax.process_index())
-    stats = own.memory_stats()
+def _get_peak_bytes(pod: Pod) -> int:
+    device = next(d for d in pod.devices if d.process_index == jax.process_index())
+    stats = device.memory_stats()
     return int(stats.get("peak_bytes_in_use", 0)) if stats else 0

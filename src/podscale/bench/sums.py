@@ -1,7 +1,7 @@
-"""Measuring gradient summation: every strategy, from a few bytes to a model's whole tree, beside the model of time.
+"""Measure gradient summation: every strategy, from a few bytes to a model's gradients, next to the model of time.
 
-Rates are those of NCCL's tests: the algorithm's is bytes over seconds; the bus's counts what each chip must send for
-them, 2(N-1)/N times as much, and is the same for all N where links are the limit.
+Rates follow NCCL's tests: the algorithm's rate is bytes over seconds; the bus rate counts the bytes that each chip must
+send, 2(N-1)/N times as many, and is the same for all N where links are the limit.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.forecast import probe
 from podscale.models import registry
-from podscale.models.functional import functional
+from podscale.models.functional import make_functional
 from podscale.parallel.summation import STRATEGIES, sum_tree
 from podscale.plan import BUCKET_MIB
 from podscale.pod import Pod
@@ -27,7 +27,7 @@ SIZES = (64, 4 << 10, 64 << 10, 1_000_000, 10_000_000, 100_000_000)
 SECONDS_PER_POINT = 10.0
 
 
-def measure(
+def measure_sums(
     recipe: Recipe,
     pod: Pod,
     options: Options = Options(),
@@ -36,7 +36,20 @@ def measure(
     tree: bool = True,
     repeats: int = 5,
 ) -> dict[str, Any]:
-    """Times of all strategies for payloads of `sizes` bytes a device, and for the gradients of the recipe's model."""
+    """Time the strategies on payloads of several sizes and on the gradients of the recipe's model.
+
+    Args:
+        recipe: its model's gradients are summed.
+        pod: at least two devices.
+        options: payload and bucket size.
+        strategies: which strategies; all if empty.
+        sizes: bytes per device.
+        tree: whether to sum the model's gradients too.
+        repeats: timed repetitions, whose median counts.
+
+    Raises:
+        UserError: an unknown strategy, a size or number of repeats that is too small, or a pod of one device.
+    """
     for name in strategies:
         if name not in STRATEGIES:
             raise UserError(f"there is no gradient summation {name!r}: {suggest_names(name, STRATEGIES)}")
@@ -44,11 +57,11 @@ def measure(
         raise UserError("--repeats must be at least 1, and --bytes at least 4")
     if pod.size == 1:
         raise UserError("one device has nothing to sum with; --pod.virtual 2x2 makes four")
-    links = probe.measured(pod)
+    links = probe.measure_links(pod)
     payloads = [(f"{size:,} B", jax.ShapeDtypeStruct((size // 4,), jnp.float32)) for size in sizes]
-    payloads += [(recipe.model.name, _gradients(recipe))] if tree else []
+    payloads += [(recipe.model.name, _make_gradients(recipe))] if tree else []
     points = [
-        _point(pod, options, links, name, label, like, repeats)
+        _measure_point(pod, options, links, name, label, like, repeats)
         for label, like in payloads
         for name in strategies or STRATEGIES
     ]
@@ -61,10 +74,10 @@ def measure(
     }
 
 
-def _point(
+def _measure_point(
     pod: Pod, options: Options, links: probe.Probe, strategy: str, label: str, like: Any, repeats: int
 ) -> dict[str, Any]:
-    """One strategy on one payload, with the sums compared with what they must be."""
+    """Time one strategy on one payload and compare the sums with the expected value."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([leaf.size for leaf in leaves])
     bucket_bytes = (BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib) << 20
@@ -76,13 +89,13 @@ def _point(
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(total)])
 
     size = 4 * int(ends[-1])
-    seconds, sums = probe.timed(pod.mesh(), body, size, repeats, SECONDS_PER_POINT)
+    seconds, sums = probe.time_on_mesh(pod.mesh(), body, size, repeats, SECONDS_PER_POINT)
     expected = pod.size * (pod.size + 1) / 2
     largest = max(float(np.abs(np.asarray(s.data) - expected).max()) for s in sums.addressable_shards)
     sent = size * (0.5 if options.payload == "bfloat16" else 1)
     chips = pod.rows * pod.cols
     bus = sent / seconds * 2 * (chips - 1) / chips
-    predicted = links.summation_s(strategy, sent)
+    predicted = links.predict_summation_s(strategy, sent)
     return {
         "strategy": strategy,
         "payload": label,
@@ -96,21 +109,21 @@ def _point(
     }
 
 
-def _gradients(recipe: Recipe) -> Any:
-    """The shapes of what training the recipe's model sums."""
+def _make_gradients(recipe: Recipe) -> Any:
+    """Return the shapes of the gradients of the recipe's model."""
     data = recipe.data
-    model = nnx.eval_shape(lambda: registry.build(recipe.model, data.classes or 1000, data.image_size))
-    net, params, _ = functional(model, recipe.model.freeze)
+    model = nnx.eval_shape(lambda: registry.build_model(recipe.model, data.classes or 1000, data.image_size))
+    net, params, _ = make_functional(model, recipe.model.freeze)
     return net.split(params)[0]
 
 
-# --- words ---------------------------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------------------------
 
-HEAD = ["payload", "strategy", "ms", "MB/s", "bus MB/s", "of the links", "model ms"]
+HEADER = ["payload", "strategy", "ms", "MB/s", "bus MB/s", "of the links", "model ms"]
 
 
-def rows(found: dict[str, Any]) -> list[list[str]]:
-    """The points as rows of a table."""
+def format_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Return the measured points as rows of a table."""
     return [
         [
             point["payload"],
@@ -121,5 +134,5 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
             f"{point['link_share']:.0%}",
             f"{point['model_ms']:.2f}",
         ]
-        for point in found["points"]
+        for point in result["points"]
     ]

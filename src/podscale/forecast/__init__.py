@@ -1,1 +1,1 @@
-"""Forecast: how fast a recipe would train on a pod that is not here, and the real compiler's word on its program."""
+"""A model of time: how fast a recipe would train on a pod, whether or not the pod is available."""

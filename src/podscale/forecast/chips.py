@@ -1,4 +1,4 @@
-"""Chips: what is known of each kind of hardware, read from `chips.toml`, where every row names its source."""
+"""Performance figures of each kind of chip, read from `chips.toml`, where every row names its source."""
 
 import functools
 import tomllib
@@ -12,7 +12,7 @@ from podscale.errors import UserError
 
 @dataclass(frozen=True)
 class Chip:
-    """One row of chips.toml; see there for what each field means."""
+    """One row of chips.toml, which explains each field."""
 
     kind: str
     flops: float
@@ -29,65 +29,72 @@ class Chip:
     source: str
     node_rate: float = 0.0
     node_hop_s: float = 0.0
-    points: tuple[tuple[int, float], ...] = ()  # (images a device, seconds a step), before `rate` sets their level
+    points: tuple[tuple[int, float], ...] = ()  # (images per device, seconds per step), before `rate` sets their level
     curve: str = ""
     rate: float = 0.0
     rate_images: int = 0
     target: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def torus(self) -> bool:
-        """Whether its links make a torus; else there are nodes of `chips_per_host` behind a switch."""
+    def is_torus(self) -> bool:
+        """Whether the links form a torus; otherwise nodes of `chips_per_host` chips are joined by a switch."""
         return self.axes > 0
 
 
-def kinds() -> list[str]:
-    """The kinds that there are rows for.
+def list_kinds() -> list[str]:
+    """Return the kinds of chip that chips.toml describes.
 
-    >>> kinds()[:3]
+    >>> list_kinds()[:3]
     ['v2', 'v3', 'v4']
     """
-    return list(_table())
+    return list(_load_chips())
 
 
-def known(kind: str) -> Chip | None:
-    """The row for a pod's kind: a short name, or the name that JAX gives the device; None where there is none.
+def find_chip(kind: str) -> Chip | None:
+    """Return the chip of a pod's kind, or None if chips.toml does not describe it.
 
-    >>> known("NVIDIA H200").kind, known("TPU v5 lite").kind, known("cpu")
+    Args:
+        kind: a short name, such as "v3", or the name that JAX gives the device.
+
+    >>> find_chip("NVIDIA H200").kind, find_chip("TPU v5 lite").kind, find_chip("cpu")
     ('h200', 'v5e', None)
     """
-    return _table().get(_short(kind))
+    return _load_chips().get(_shorten_kind(kind))
 
 
-def chip(kind: str) -> Chip:
-    """The row for a pod's kind; a kind without one cannot be forecast."""
-    found = known(kind)
-    if found is None:
-        raise UserError(f"nothing is known of the speed of chip kind {kind!r}: {suggest_names(kind, kinds())}")
-    return found
+def get_chip(kind: str) -> Chip:
+    """Return the chip of a pod's kind.
+
+    Raises:
+        UserError: chips.toml does not describe this kind, so that no forecast is possible.
+    """
+    row = find_chip(kind)
+    if row is None:
+        raise UserError(f"nothing is known of the speed of chip kind {kind!r}: {suggest_names(kind, list_kinds())}")
+    return row
 
 
 def read_tables(package: str, name: str) -> dict[str, Any]:
-    """Read a TOML data file that is shipped with a package."""
+    """Read a TOML data file that ships with a package."""
     return tomllib.loads(resources.files(package).joinpath(name).read_text())
 
 
 _JAX_NAMES = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
 
 
-def _short(kind: str) -> str:
+def _shorten_kind(kind: str) -> str:
     name = kind.lower()
     if name in _JAX_NAMES:
         return _JAX_NAMES[name]
-    return next((word for word in name.replace("-", " ").split() if word in _table()), name)
+    return next((word for word in name.replace("-", " ").split() if word in _load_chips()), name)
 
 
 @functools.cache
-def _table() -> dict[str, Chip]:
-    return {kind: _read(kind, fields) for kind, fields in read_tables(__package__, "chips.toml").items()}
+def _load_chips() -> dict[str, Chip]:
+    return {kind: _make_chip(kind, fields) for kind, fields in read_tables(__package__, "chips.toml").items()}
 
 
-def _read(kind: str, fields: dict[str, Any]) -> Chip:
+def _make_chip(kind: str, fields: dict[str, Any]) -> Chip:
     clock = fields.pop("clock_hz", 1.0)
     curve = {images: count / clock for images, count in fields.pop("cycles", {}).items()} or fields.pop("seconds", {})
     points = sorted((int(images), float(seconds)) for images, seconds in curve.items())

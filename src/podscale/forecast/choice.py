@@ -1,8 +1,8 @@
-"""Choice: how gradients are summed where the user leaves it open, and in buckets of what size.
+"""Choose the gradient summation and its bucket size where the user leaves them open ("auto").
 
-On TPU the compiler's own all-reduce is the two-dimensional algorithm, with all links at work: nothing else is tried. Of
-other chips that are known, the closed forms of `network` say which strategy is fastest. Between processes on several
-machines, messages are timed first (`probe`). On one machine without known links there is nothing to choose: XLA's.
+On TPU the compiler's own all-reduce is the two-dimensional algorithm and uses all links, so nothing else is tried. For
+other chips in chips.toml, the closed forms of `network` say which strategy is fastest. Between processes on several
+machines, messages are timed first (`probe`). On one machine without known links there is nothing to choose: XLA's sum.
 """
 
 import math
@@ -20,111 +20,125 @@ from podscale.plan import BUCKET_MIB
 from podscale.pod import Pod
 from podscale.processes.group import all_agree, broadcast_int
 
-WORTH = 0.9  # another strategy than XLA's is taken if it should need at most this share of the time
+MAX_TIME_RATIO = 0.9  # a strategy replaces XLA's sum if it is predicted to need at most this share of its time
 BUCKETS_MIB = (0, 8, 16, 32, 64, 128)
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Choice(NamedTuple):
-    """Options with nothing about summation left open; seconds that each strategy should take, and how that is known."""
+    """Options with the summation decided, the predicted seconds of each strategy, and what the prediction is based on.
+
+    `predicted` and `source` are empty where nothing was predicted.
+    """
 
     options: Options
     predicted: dict[str, float]
-    known_by: str
+    source: str
 
 
-def settled(options: Options, pod: Pod, parameters: int) -> Choice:
-    """The choice for so many parameters on this pod; all processes must ask, and get the same answer."""
-    seconds, known_by = _model(pod) if options.summation == "auto" else (None, "")
+def choose_summation(options: Options, pod: Pod, parameters: int) -> Choice:
+    """Choose summation and bucket size for a number of parameters on a pod.
+
+    It may time messages between the processes: all of them must call it, and all get the same choice.
+    """
+    seconds, source = _select_cost_model(pod) if options.summation == "auto" else (None, "")
     if seconds is None:
-        return Choice(_with(options, "xla" if options.summation == "auto" else options.summation), {}, "")
+        return Choice(_replace_summation(options, "xla" if options.summation == "auto" else options.summation), {}, "")
     size = parameters * BYTES[options.payload]
-    hides = row.hides if (row := chips.known(pod.kind)) else 0.0
-    mib = options.bucket_mib if options.bucket_mib >= 0 else _bucket_mib(seconds, size, hides, pod)
-    count = _count(size, mib)
+    hides = row.hides if (row := chips.find_chip(pod.kind)) else 0.0
+    mib = options.bucket_mib if options.bucket_mib >= 0 else _choose_bucket_mib(seconds, size, hides, pod)
+    count = _count_buckets(size, mib)
     predicted = {name: count * seconds(name, size / count) for name in STRATEGIES}
-    return Choice(_with(options, _fastest(predicted, pod), mib), predicted, known_by)
+    return Choice(_replace_summation(options, _pick_fastest(predicted, pod), mib), predicted, source)
 
 
-def _with(options: Options, summation: Any, bucket_mib: int | None = None) -> Options:
+def _replace_summation(options: Options, summation: Any, bucket_mib: int | None = None) -> Options:
     return replace(options, summation=summation, bucket_mib=options.bucket_mib if bucket_mib is None else bucket_mib)
 
 
-def _model(pod: Pod) -> tuple[Callable[[str, float], float] | None, str]:
-    row = chips.known(pod.kind)
+def _select_cost_model(pod: Pod) -> tuple[Callable[[str, float], float] | None, str]:
+    """Return a function from strategy and bytes to seconds, and its source; None and "" where nothing is known."""
+    row = chips.find_chip(pod.kind)
     if pod.rows * pod.cols == 1:
         return None, ""
-    if pod.present and pod.hosts > 1 and not (row and row.torus) and not _one_machine():
-        return probe.measured(pod).summation_s, "measured links"
+    if pod.is_present and pod.hosts > 1 and not (row and row.is_torus) and not _is_one_machine():
+        return probe.measure_links(pod).predict_summation_s, "measured links"
     if row:
-        return lambda name, size: network.summation_s(pod, name, size), f"the links of {row.kind}"
+        return lambda name, size: network.predict_summation_s(pod, name, size), f"the links of {row.kind}"
     return None, ""
 
 
-def _one_machine() -> bool:
-    """Whether all processes have the same name and network, so that there are no links between them."""
-    network_of = (
+def _is_one_machine() -> bool:
+    """Return whether all processes share a host name and a network namespace: then no links lie between them."""
+    namespace = (
         os.readlink("/proc/self/ns/net") if os.path.islink("/proc/self/ns/net") else ""
-    )  # containers and namespaces have their own
-    own = zlib.crc32(f"{socket.gethostname()} {network_of}".encode()) >> 1
-    return all_agree(broadcast_int(own) == own)
+    )  # containers and network namespaces have their own
+    machine = zlib.crc32(f"{socket.gethostname()} {namespace}".encode()) >> 1
+    return all_agree(broadcast_int(machine) == machine)
 
 
-def _fastest(predicted: dict[str, float], pod: Pod) -> str:
-    row = chips.known(pod.kind)
+def _pick_fastest(predicted: dict[str, float], pod: Pod) -> str:
+    row = chips.find_chip(pod.kind)
     best = min(predicted, key=predicted.__getitem__)
-    return "xla" if (row and row.torus) or predicted[best] > WORTH * predicted["xla"] else best
+    return "xla" if (row and row.is_torus) or predicted[best] > MAX_TIME_RATIO * predicted["xla"] else best
 
 
-def _bucket_mib(seconds: Callable[[str, float], float], size: float, hides: float, pod: Pod) -> int:
-    """The bucket size that leaves least to wait for after the backward pass; the usual one where it makes no odds.
+def _choose_bucket_mib(seconds: Callable[[str, float], float], size: float, hides: float, pod: Pod) -> int:
+    """Return the bucket size that leaves the shortest wait after the backward pass; the default if none overlaps.
 
-    Sums that nothing hides are best done at once. Of others, all but the last can hide as far as the chip allows it.
+    A sum that cannot overlap with the backward pass is fastest as one bucket. Otherwise all buckets but the last
+    overlap, by the share that the chip allows (`hides`).
     """
-    row = chips.known(pod.kind)
+    row = chips.find_chip(pod.kind)
     if row and not hides:
         return BUCKET_MIB
 
-    def exposed(mib: int) -> float:
-        count = _count(size, mib)
+    def predict_exposed_s(mib: int) -> float:
+        count = _count_buckets(size, mib)
         total = count * min(seconds(name, size / count) for name in STRATEGIES)
         return total * (1 - hides * (1 - 1 / count))
 
-    return min(BUCKETS_MIB, key=exposed)
+    return min(BUCKETS_MIB, key=predict_exposed_s)
 
 
-def _count(size: float, mib: int) -> int:
+def _count_buckets(size: float, mib: int) -> int:
     return max(1, math.ceil(size / (mib << 20))) if mib else 1
 
 
-# --- a run that goes on --------------------------------------------------------------------------------------------
+# --- resumed runs --------------------------------------------------------------------------------------------------
 
 
-def as_before(options: Options, pod: Pod, plan: dict[str, Any] | None) -> Options:
-    """What was chosen when the run began on the same pod: another choice would round otherwise.
+def reuse_choice(options: Options, pod: Pod, plan: dict[str, Any] | None) -> Options:
+    """Return the options with the choice of the run's first session, if that was on the same pod.
 
-    `plan` is what the run's folder says; where only the first process can read it, the others hear from it.
+    Another strategy would round differently and change the resumed training.
+
+    Args:
+        options: the options of this session; only "auto" is replaced.
+        pod: the pod of this session.
+        plan: plan.json of the run's folder; None if there is none. Only the main process need be able to read it:
+            the others receive the choice from it.
     """
     names = list(STRATEGIES)
-    same = plan is not None and options.summation == "auto" and _same_pod(plan, pod)
+    same = plan is not None and options.summation == "auto" and _is_same_pod(plan, pod)
     number = names.index(plan["summation"]) if plan and same and plan["summation"] in names else -1
     number, mib = broadcast_int(number), broadcast_int((plan["bucket_bytes"] if plan and same else 0) >> 20)
     if number < 0 or options.summation != "auto":
         return options
-    return _with(options, names[number], mib if options.bucket_mib < 0 else None)
+    return _replace_summation(options, names[number], mib if options.bucket_mib < 0 else None)
 
 
-def _same_pod(plan: dict[str, Any], pod: Pod) -> bool:
+def _is_same_pod(plan: dict[str, Any], pod: Pod) -> bool:
     here = {"kind": pod.kind, "rows": pod.rows, "cols": pod.cols, "cores": pod.cores, "hosts": pod.hosts}
     return here.items() <= plan["pod"].items()
 
 
-# --- words ---------------------------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------------------------
 
 
-def told(choice: Choice) -> list[tuple[str, str]]:
-    """A row for the plan: the strategies by their predicted times."""
+def format_rows(choice: Choice) -> list[tuple[str, str]]:
+    """Return a row for the plan's table: the strategies, fastest first, with their predicted times."""
     if not choice.predicted:
         return []
     times = sorted(choice.predicted.items(), key=lambda item: item[1])
-    return [("by " + choice.known_by, ", ".join(f"{name} {s * 1e3:.3g} ms" for name, s in times))]
+    return [("by " + choice.source, ", ".join(f"{name} {s * 1e3:.3g} ms" for name, s in times))]

@@ -1,9 +1,9 @@
-"""Model: seconds of a training step, and of the whole training, for a plan on a pod that need not be here.
+"""Predict the seconds of a training step and of the whole training, for a plan on a pod that need not be available.
 
-A step is made of what follows one after the other: computing, the messages of batch norm, and that part of the
-gradients' summation that does not hide behind the backward pass. Input is prepared meanwhile; where the hosts are
-slower than the devices, these stand idle. Time is counted as published results count it: from the first batch on,
-evaluations included, without start-up and compilation.
+A step is a sequence: computing, the messages of batch norm, and the part of the gradient summation that does not
+overlap with the backward pass. Hosts prepare the input meanwhile; where they are slower than the devices, the devices
+are idle. Time is counted as published results count it: from the first batch on, evaluations included, without start-up
+and compilation.
 """
 
 import math
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from podscale.forecast import network
-from podscale.forecast.chips import Chip, chip
-from podscale.forecast.compute import FORWARD, Work, best_rate, forward_s, step_s
+from podscale.forecast.chips import Chip, get_chip
+from podscale.forecast.compute import FORWARD, Work, predict_best_rate, predict_forward_s, predict_step_s
 from podscale.parallel import sharded
 from podscale.parallel.summation import STRATEGIES
 from podscale.plan import Plan
 
-# Pictures a second that one core brings to 224 px: ImageNet's files as they are, or pixels in memory (docs/results.md).
+# Images a second that one core resizes to 224 px: from ImageNet's files, or from pixels in memory (docs/results.md).
 DECODE_RATE, PIXELS_RATE = 1109.0, 9468.0
-DECODED_SIDE = 224
+REFERENCE_SIZE = 224
 IN_MEMORY = ("digits", "npz")
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan's predicted times; seconds of one step unless they say otherwise."""
+    """The predicted times of a plan; seconds of one step unless stated otherwise."""
 
     plan: Plan
     compute_s: float
     batch_norm_s: float
-    summation_s: float  # that nothing hides
-    input_s: float  # that the hosts need to prepare a step's pictures
-    few_images_s: float  # of compute_s, lost because a device has few images
-    summations: dict[str, float]  # seconds by strategy, hidden or not
+    summation_s: float  # the part that does not overlap with the backward pass
+    input_s: float  # that the hosts need to prepare a step's images
+    few_images_s: float  # the part of compute_s that is lost because a device has few images
+    summations: dict[str, float]  # seconds by strategy, overlapped or not
     eval_s: float  # of one evaluation
 
     @property
@@ -48,7 +48,7 @@ class Forecast:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The step, part by part."""
+        """The step's seconds by part."""
         return {
             "compute": self.compute_s,
             "batch norm": self.batch_norm_s,
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def train_s(self) -> float:
-        """The whole training with its evaluations."""
+        """The whole training, evaluations included."""
         return self.plan.steps * self.step_s + self.evals_s
 
     @property
@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def limit(self) -> str:
-        """The largest part, in words."""
+        """The name of the largest part."""
         part = max(self.parts, key=self.parts.__getitem__)
         if part == "compute" and self.few_images_s > self.compute_s / 3:
             return f"compute ({self.plan.micro_images} images a device)"
@@ -87,101 +87,120 @@ class Forecast:
 
     @property
     def host_images_per_s(self) -> float:
-        """Pictures a second that each host must deliver."""
+        """Images per second that each host must deliver."""
         return self.plan.recipe.batch.size / self.device_s / self.plan.pod.hosts
 
     @property
-    def host_can(self) -> float:
-        """Pictures a second that each host's cores can decode."""
+    def host_capacity(self) -> float:
+        """Images per second that each host's cores can decode."""
         return self.host_images_per_s * self.device_s / self.input_s
 
 
-def forecast(plan: Plan, work: Work) -> Forecast:
-    """The plan's times, by the row of chips.toml for its pod."""
-    row = chip(plan.pod.kind)
-    compute_s = plan.micro_batches * step_s(row, work, plan.micro_images)
-    ideal_s = plan.images_per_device / best_rate(row, work)
-    sums = {name: _summation_s(plan, work, name) for name in (*STRATEGIES, sharded.NAME)}
+def make_forecast(plan: Plan, work: Work) -> Forecast:
+    """Predict the times of a plan from the figures in chips.toml for its pod.
+
+    Args:
+        plan: a recipe on a pod.
+        work: what the recipe's model demands, from `compute.count_work`.
+
+    Raises:
+        UserError: chips.toml does not describe the pod's kind of chip.
+    """
+    row = get_chip(plan.pod.kind)
+    compute_s = plan.micro_batches * predict_step_s(row, work, plan.micro_images)
+    ideal_s = plan.images_per_device / predict_best_rate(row, work)
+    sums = {name: _predict_summation_s(plan, work, name) for name in (*STRATEGIES, sharded.NAME)}
     return Forecast(
         plan=plan,
         compute_s=compute_s,
-        batch_norm_s=_batch_norm_s(plan, work),
-        summation_s=_exposed_s(plan, row, work, sums[plan.summation], compute_s),
-        input_s=_input_s(plan, row),
+        batch_norm_s=_predict_batch_norm_s(plan, work),
+        summation_s=_predict_exposed_s(plan, row, work, sums[plan.summation], compute_s),
+        input_s=_predict_input_s(plan, row),
         few_images_s=max(compute_s - ideal_s, 0.0),
         summations=sums,
-        eval_s=_eval_s(plan, row, work),
+        eval_s=_predict_eval_s(plan, row, work),
     )
 
 
-def _summation_s(plan: Plan, work: Work, strategy: str) -> float:
-    """Gradients in buckets, and the batch-norm moments beside them.
+def _predict_summation_s(plan: Plan, work: Work, strategy: str) -> float:
+    """Return the seconds to sum the gradients, in buckets, and the batch-norm moments.
 
-    `sharded` gathers weights as they are, whatever gradients travel as, and sums the norms of both.
+    `sharded` gathers the weights in float32, whatever the payload of the gradients, and sums the norms of both.
     """
     size = float(work.parameters * BYTES[plan.payload])
-    buckets, way = _buckets(plan, size), "torus" if strategy == sharded.NAME else strategy
-    rest = network.summation_s(plan.pod, way, 2 * 4 * work.norm_channels) if work.norms else 0.0
+    buckets, network_strategy = _count_buckets(plan, size), "torus" if strategy == sharded.NAME else strategy
+    extra_s = network.predict_summation_s(plan.pod, network_strategy, 2 * 4 * work.norm_channels) if work.norms else 0.0
     if strategy == sharded.NAME:
-        rest += network.summation_s(plan.pod, way, 2 * 4 * work.layers)
+        extra_s += network.predict_summation_s(plan.pod, network_strategy, 2 * 4 * work.layers)
         size = (size + work.parameters * BYTES["float32"]) / 2
-    return buckets * network.summation_s(plan.pod, way, size / buckets) + rest
+    return buckets * network.predict_summation_s(plan.pod, network_strategy, size / buckets) + extra_s
 
 
-def _buckets(plan: Plan, size: float) -> int:
+def _count_buckets(plan: Plan, size: float) -> int:
     return max(1, math.ceil(size / plan.bucket_bytes)) if plan.bucket_bytes else 1
 
 
-def _exposed_s(plan: Plan, row: Chip, work: Work, summation_s: float, compute_s: float) -> float:
-    """Of the summation, what the backward pass does not hide: the last bucket at least, which waits for its end."""
-    buckets = _buckets(plan, work.parameters * BYTES[plan.payload])
+def _predict_exposed_s(plan: Plan, row: Chip, work: Work, summation_s: float, compute_s: float) -> float:
+    """Return the part of the summation that does not overlap with the backward pass: at least the last bucket."""
+    buckets = _count_buckets(plan, work.parameters * BYTES[plan.payload])
     backward_s = (1 - FORWARD) * compute_s / plan.micro_batches  # only the last micro-batch's
     hidden_s = min(row.hides * summation_s, backward_s) * (1 - 1 / buckets)
     return summation_s - hidden_s
 
 
-def _batch_norm_s(plan: Plan, work: Work) -> float:
-    """One message a batch norm forward and one backward, in each micro-batch, where groups span devices."""
+def _predict_batch_norm_s(plan: Plan, work: Work) -> float:
+    """Return the seconds of batch norm's messages, where groups span devices.
+
+    Each batch norm sends one message forward and one backward in each micro-batch.
+    """
     if not plan.groups.axes or not work.norms:
         return 0.0
-    one = network.group_s(plan.pod, plan.tile, 2 * 4 * work.norm_channels / work.norms)
-    return 2 * work.norms * plan.micro_batches * one
+    message_s = network.predict_group_s(plan.pod, plan.tile, 2 * 4 * work.norm_channels / work.norms)
+    return 2 * work.norms * plan.micro_batches * message_s
 
 
-def _input_s(plan: Plan, row: Chip) -> float:
-    """Seconds that a host's cores need for a step's pictures."""
+def _predict_input_s(plan: Plan, row: Chip) -> float:
+    """Return the seconds that a host's cores need to prepare a step's images."""
     data = plan.recipe.data
-    pixels = data.image_size**2 / DECODED_SIDE**2
-    # A smaller crop saves on the resize, not on most of the decoding.
+    pixels = data.image_size**2 / REFERENCE_SIZE**2
+    # A smaller crop makes the resize cheaper, but not most of the decoding.
     cost = pixels / PIXELS_RATE if data.source in IN_MEMORY else max(pixels, 0.25) / DECODE_RATE
-    return plan.recipe.batch.size / plan.pod.hosts * cost / _host_cores(plan, row)
+    return plan.recipe.batch.size / plan.pod.hosts * cost / _count_host_cores(plan, row)
 
 
-def _host_cores(plan: Plan, row: Chip) -> float:
-    """This machine's, if the pod is here; else for the pod's share of a host: it may fill only a part of one."""
-    if plan.pod.present:
+def _count_host_cores(plan: Plan, row: Chip) -> float:
+    """Return this machine's cores for a pod that is present, else those of the part of a host that the pod fills."""
+    if plan.pod.is_present:
         return float(os.cpu_count() or 1)
     chips = plan.pod.rows * plan.pod.cols
     return row.host_cores * min(1.0, chips / row.chips_per_host)
 
 
-def _eval_s(plan: Plan, row: Chip, work: Work) -> float:
+def _predict_eval_s(plan: Plan, row: Chip, work: Work) -> float:
     calls = math.ceil(plan.counts.val / (plan.eval_images * plan.pod.size))
-    return calls * forward_s(row, work, plan.eval_images)
+    return calls * predict_forward_s(row, work, plan.eval_images)
 
 
-# --- beside a run ----------------------------------------------------------------------------------------------------
+# --- comparison with a run -------------------------------------------------------------------------------------------
 
 
-def beside(found: Forecast, devices_s: float, waited_s: float) -> dict[str, Any]:
-    """The predicted step beside a measured one: seconds that the devices worked, and that they waited for input.
+def compare_step(forecast: Forecast, devices_s: float, waited_s: float) -> dict[str, Any]:
+    """Compare the predicted step with a measured one.
 
-    A run cannot tell computing from the messages between devices; what it can tell apart is compared.
+    A run cannot separate computing from the messages between devices, so only the parts it can measure are compared.
+
+    Args:
+        forecast: the prediction for the run's plan.
+        devices_s: measured seconds per step in which the devices worked.
+        waited_s: measured seconds per step in which they waited for input.
+
+    Returns:
+        The step's predicted and measured seconds, in all and by part, and the part that differs most.
     """
-    predicted = {"devices": found.device_s, "input wait": found.step_s - found.device_s}
+    predicted = {"devices": forecast.device_s, "input wait": forecast.step_s - forecast.device_s}
     measured = {"devices": devices_s, "input wait": waited_s}
     return {
-        "predicted_s": found.step_s,
+        "predicted_s": forecast.step_s,
         "measured_s": devices_s + waited_s,
         "differs_most": max(measured, key=lambda part: abs(measured[part] - predicted[part])),
         "predicted_parts_s": predicted,
@@ -189,59 +208,63 @@ def beside(found: Forecast, devices_s: float, waited_s: float) -> dict[str, Any]
     }
 
 
-# --- words ---------------------------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------------------------
 
 
-def rows(found: Forecast) -> list[tuple[str, str]]:
-    """The forecast as names and values, for people."""
-    parts = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in found.parts.items() if s > 0)
-    others = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in found.summations.items())
-    enough = "enough" if found.host_can >= found.host_images_per_s else "too few"
+def format_rows(forecast: Forecast) -> list[tuple[str, str]]:
+    """Return the forecast as rows of a table: names and values."""
+    parts = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in forecast.parts.items() if s > 0)
+    others = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in forecast.summations.items())
+    enough = "enough" if forecast.host_capacity >= forecast.host_images_per_s else "too few"
     return [
-        ("step", f"{found.step_s * 1e3:.1f} ms predicted: {parts}"),
-        ("rate", f"{found.images_per_s:,.0f} images/s predicted, {_efficiency(found):.0%} of what the chips could do"),
-        ("epoch", duration(found.epoch_s)),
+        ("step", f"{forecast.step_s * 1e3:.1f} ms predicted: {parts}"),
+        (
+            "rate",
+            f"{forecast.images_per_s:,.0f} images/s predicted, "
+            f"{_compute_efficiency(forecast):.0%} of what the chips could do",
+        ),
+        ("epoch", format_duration(forecast.epoch_s)),
         (
             "training",
-            f"{duration(found.train_s)} with {len(found.plan.eval_steps())} evaluations, "
-            f"{found.chip_hours:,.1f} chip-hours",
+            f"{format_duration(forecast.train_s)} with {len(forecast.plan.eval_steps())} evaluations, "
+            f"{forecast.chip_hours:,.1f} chip-hours",
         ),
-        ("limited by", found.limit),
+        ("limited by", forecast.limit),
         ("summations", others),
         (
             "host input",
-            f"{found.host_images_per_s:,.0f} images/s a host needed, {found.host_can:,.0f} decoded by its "
-            f"{_host_cores(found.plan, chip(found.plan.pod.kind)):.0f} cores: {enough}",
+            f"{forecast.host_images_per_s:,.0f} images/s a host needed, {forecast.host_capacity:,.0f} decoded by its "
+            f"{_count_host_cores(forecast.plan, get_chip(forecast.plan.pod.kind)):.0f} cores: {enough}",
         ),
     ]
 
 
-def to_dict(found: Forecast) -> dict[str, Any]:
-    """The forecast as plain values, for programs."""
+def to_dict(forecast: Forecast) -> dict[str, Any]:
+    """Return the forecast as a dictionary of plain values, for JSON."""
     return {
-        "step_s": found.step_s,
-        "parts_s": found.parts,
-        "images_per_s": found.images_per_s,
-        "efficiency": _efficiency(found),
-        "epoch_s": found.epoch_s,
-        "eval_s": found.eval_s,
-        "train_s": found.train_s,
-        "chip_hours": found.chip_hours,
-        "limit": found.limit,
-        "summations_s": found.summations,
-        "host_images_per_s": {"needed": found.host_images_per_s, "possible": found.host_can},
+        "step_s": forecast.step_s,
+        "parts_s": forecast.parts,
+        "images_per_s": forecast.images_per_s,
+        "efficiency": _compute_efficiency(forecast),
+        "epoch_s": forecast.epoch_s,
+        "eval_s": forecast.eval_s,
+        "train_s": forecast.train_s,
+        "chip_hours": forecast.chip_hours,
+        "limit": forecast.limit,
+        "summations_s": forecast.summations,
+        "host_images_per_s": {"needed": forecast.host_images_per_s, "possible": forecast.host_capacity},
     }
 
 
-def _efficiency(found: Forecast) -> float:
-    """Share of the time that the devices would need with all the images they could wish for and nobody to talk to."""
-    return (found.compute_s - found.few_images_s) / found.step_s
+def _compute_efficiency(forecast: Forecast) -> float:
+    """Return the share of a step that its images would take without communication and with many images per device."""
+    return (forecast.compute_s - forecast.few_images_s) / forecast.step_s
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits them.
+def format_duration(seconds: float) -> str:
+    """Format seconds in a suitable unit.
 
-    >>> duration(0.5), duration(200), duration(10_000)
+    >>> format_duration(0.5), format_duration(200), format_duration(10_000)
     ('0.50 s', '3.33 min', '2.78 h')
     """
     for unit, size in (("h", 3600), ("min", 60)):

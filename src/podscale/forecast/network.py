@@ -1,8 +1,8 @@
-"""Network: seconds that sums over a pod take, in closed form, from the bytes and hops of each way to do them.
+"""Predict the seconds of sums over a pod, in closed form, from the bytes and hops of each strategy.
 
-A sum is made of rings that hop in step. In one hop every device of a ring sends one message to the next, which costs
-the hop's latency and the message's bytes over the link's rate. `tests/forecast/test_network.py` sends every message of
-a torus over its links, one by one, and comes to the same times.
+A sum consists of rings whose hops are synchronized. In one hop every device of a ring sends one message to the next,
+which costs the hop's latency plus the message's bytes over the link's rate. `tests/forecast/test_network.py` simulates
+every message of a torus on its links, one by one, and arrives at the same times.
 """
 
 import math
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from podscale.errors import UserError
-from podscale.forecast.chips import Chip, chip
+from podscale.forecast.chips import Chip, get_chip
 from podscale.pod import Pod
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A dimension of the torus: rings of `size` devices, with one link to either side of each."""
+    """A dimension of the torus: rings of `size` devices, each linked to its two neighbours."""
 
     size: int
-    rate: float  # bytes a second and direction
+    rate: float  # bytes per second and direction
     hop_s: float
 
     def __post_init__(self) -> None:
@@ -27,67 +27,74 @@ class Axis:
             raise UserError(f"an axis of {self.size} chips with links of {self.rate:g} bytes/s cannot be")
 
 
-Lane = tuple[Axis, float]  # a ring, and the bytes of each of its messages
+RingMessage = tuple[Axis, float]  # a ring, and the bytes of each of its messages
 
 
-def in_step(lanes: Sequence[Lane]) -> float:
-    """Seconds for all lanes to go once round, hop by hop together; a shorter ring rests while a longer one goes on."""
+def time_rings(rings: Sequence[RingMessage]) -> float:
+    """Return the seconds for all rings to complete one round with synchronized hops; shorter rings finish earlier."""
     total, first = 0.0, 0
-    for last in sorted({axis.size - 1 for axis, _ in lanes}):
-        slowest = max(axis.hop_s + size / axis.rate for axis, size in lanes if axis.size - 1 >= last)
+    for last in sorted({axis.size - 1 for axis, _ in rings}):
+        slowest = max(axis.hop_s + size / axis.rate for axis, size in rings if axis.size - 1 >= last)
         total, first = total + (last - first) * slowest, last
     return total
 
 
-def along(paths: Sequence[Sequence[Axis]], size: float) -> float:
-    """Seconds to sum `size` bytes, an even part along each path: scattered along its axes in turn, then gathered.
+def time_paths(paths: Sequence[Sequence[Axis]], size: float) -> float:
+    """Return the seconds to sum `size` bytes, an equal part along each path.
 
-    The links of different paths must be different ones at all times.
+    The data of a path is reduce-scattered along its axes in turn, then gathered in reverse. No two paths may use the
+    same link at the same time.
     """
     parts = [size / len(paths)] * len(paths)
-    there = 0.0
+    scatter_s = 0.0
     for stage in zip(*paths, strict=True):
         parts = [part / axis.size for part, axis in zip(parts, stage, strict=True)]
-        there += in_step(list(zip(stage, parts, strict=True)))
-    return 2 * there  # and the same way back
+        scatter_s += time_rings(list(zip(stage, parts, strict=True)))
+    return 2 * scatter_s  # the gather takes as long
 
 
-def ring(axes: Sequence[Axis], size: float) -> float:
-    """One ring through all chips, one way round.
+def time_ring(axes: Sequence[Axis], size: float) -> float:
+    """Return the seconds of one ring through all chips, in one direction.
 
-    >>> ring((Axis(4, 1e9, 0.0), Axis(4, 1e9, 0.0)), 16e9)
+    >>> time_ring((Axis(4, 1e9, 0.0), Axis(4, 1e9, 0.0)), 16e9)
     30.0
     """
-    return along([(_joined(axes),)], size)
+    return time_paths([(_join_axes(axes),)], size)
 
 
-def ring_both_ways(axes: Sequence[Axis], size: float) -> float:
-    """The same with half of the data going either way."""
-    return along([(_joined(axes),)] * 2, size)
+def time_bidirectional_ring(axes: Sequence[Axis], size: float) -> float:
+    """Return the seconds of one ring through all chips, with half of the data in each direction."""
+    return time_paths([(_join_axes(axes),)] * 2, size)
 
 
-def torus(axes: Sequence[Axis], size: float) -> float:
-    """Along the first axis, then along the next, one way round."""
-    return along([tuple(axes)], size)
+def time_torus(axes: Sequence[Axis], size: float) -> float:
+    """Return the seconds of a sum along the first axis, then along the next, in one direction."""
+    return time_paths([tuple(axes)], size)
 
 
-def all_links(axes: Sequence[Axis], size: float) -> float:
-    """A part of the data for every link of a chip: each axis first once, either way round."""
-    return along([path for path in _turned(axes) for _ in range(2)], size)
+def time_all_links(axes: Sequence[Axis], size: float) -> float:
+    """Return the seconds of a sum that gives every link of a chip a part of the data.
+
+    There is a path for each axis to start with and for each direction.
+    """
+    return time_paths([path for path in _rotate_axes(axes) for _ in range(2)], size)
 
 
-def colours(axes: Sequence[Axis], size: float) -> float:
-    """The same parts, but those that begin along one axis do not wait for those that begin along another."""
-    return max(along([path] * 2, size / len(axes)) for path in _turned(axes))
+def time_independent_paths(axes: Sequence[Axis], size: float) -> float:
+    """Return the seconds of the paths of `time_all_links` if those that start along different axes never wait.
+
+    The paths that start along one axis are synchronized with each other, but not with those that start along another.
+    """
+    return max(time_paths([path] * 2, size / len(axes)) for path in _rotate_axes(axes))
 
 
-def _turned(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
-    """All orders of the axes that begin with another one and go round."""
+def _rotate_axes(axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
+    """Return all rotations of the axes: each starts with another axis."""
     return [tuple(axes[(first + i) % len(axes)] for i in range(len(axes))) for first in range(len(axes))]
 
 
-def _joined(axes: Sequence[Axis]) -> Axis:
-    """One ring through all chips of the axes: its slowest links set the pace."""
+def _join_axes(axes: Sequence[Axis]) -> Axis:
+    """Return one ring through all chips of the axes, with the rate and latency of its slowest links."""
     used = [axis for axis in axes if axis.size > 1] or list(axes)
     return Axis(
         math.prod(axis.size for axis in axes), min(axis.rate for axis in used), max(axis.hop_s for axis in used)
@@ -97,62 +104,62 @@ def _joined(axes: Sequence[Axis]) -> Axis:
 # --- pods ----------------------------------------------------------------------------------------------------------
 
 
-def axes_of(pod: Pod) -> tuple[Axis, ...]:
-    """The pod's torus: along a row, then along a column, and the third where there is one."""
-    row = chip(pod.kind)
-    if row.torus:
+def make_axes(pod: Pod) -> tuple[Axis, ...]:
+    """Return the pod's axes: along a row, along a column, and the third dimension if it has one."""
+    row = get_chip(pod.kind)
+    if row.is_torus:
         return tuple(Axis(size, row.link_rate, row.hop_s) for size in pod.dims)
     within = Axis(pod.cols, row.link_rate, row.hop_s)
     return within, Axis(pod.rows, row.node_rate, row.node_hop_s)
 
 
-def summation_s(pod: Pod, strategy: str, size: float) -> float:
-    """Seconds to sum `size` bytes over all devices of the pod by a strategy of `collectives`."""
-    row = chip(pod.kind)
-    on_chip = 3 * size / row.memory_rate if pod.cores > 1 else 0.0  # both cores' parts read, their sum written
+def predict_summation_s(pod: Pod, strategy: str, size: float) -> float:
+    """Return the seconds to sum `size` bytes over all devices of the pod by a strategy of `parallel.summation`."""
+    row = get_chip(pod.kind)
+    on_chip_s = 3 * size / row.memory_rate if pod.cores > 1 else 0.0  # both cores' parts are read, their sum written
     if pod.rows * pod.cols == 1:
-        return on_chip
-    axes = axes_of(pod)
+        return on_chip_s
+    axes = make_axes(pod)
     if strategy == "xla":
-        seconds = _compilers(row, axes, size)
-    elif strategy in ("ring2", "torus4") and not row.torus:
-        # All lanes leave a GPU through the same port, two at a time each way.
-        form = ring_both_ways if strategy == "ring2" else all_links
+        seconds = _time_compiler_sum(row, axes, size)
+    elif strategy in ("ring2", "torus4") and not row.is_torus:
+        # All paths leave a GPU through the same port, two at a time in each direction.
+        form = time_bidirectional_ring if strategy == "ring2" else time_all_links
         seconds = form([Axis(axis.size, axis.rate / 2, axis.hop_s) for axis in axes], size)
     else:
-        forms = {"ring": ring, "ring2": ring_both_ways, "torus": torus, "torus4": all_links}
-        seconds = forms[strategy](_two(axes), size)
-    return row.start_s + on_chip + seconds
+        forms = {"ring": time_ring, "ring2": time_bidirectional_ring, "torus": time_torus, "torus4": time_all_links}
+        seconds = forms[strategy](_fold_axes(axes), size)
+    return row.start_s + on_chip_s + seconds
 
 
-def _two(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The mesh has rows and columns: the third dimension of a torus is folded into the rows."""
-    return axes if len(axes) <= 2 else (_joined((axes[0], axes[2])), axes[1])
+def _fold_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Return two axes: the mesh has only rows and columns, so a third dimension is folded into the rows."""
+    return axes if len(axes) <= 2 else (_join_axes((axes[0], axes[2])), axes[1])
 
 
-def _compilers(row: Chip, axes: tuple[Axis, ...], size: float) -> float:
-    """What the compiler's own all-reduce does: every link of a torus at once; NCCL's hierarchy on nodes of GPUs."""
-    if row.torus:
-        return colours([axis for axis in axes if axis.size > 1], size)
+def _time_compiler_sum(row: Chip, axes: tuple[Axis, ...], size: float) -> float:
+    """Return the seconds of the compiler's all-reduce: all links of a torus at once; NCCL's hierarchy for GPU nodes."""
+    if row.is_torus:
+        return time_independent_paths([axis for axis in axes if axis.size > 1], size)
     within, between = axes
     share = size / within.size
-    seconds = along([(within,)], size)
+    seconds = time_paths([(within,)], size)
     if between.size > 1:
         tree = 2 * math.log2(between.size) * between.hop_s + 2 * share / between.rate
-        seconds += min(along([(between,)], share), tree)
+        seconds += min(time_paths([(between,)], share), tree)
     return seconds
 
 
-def group_s(pod: Pod, tile: tuple[int, int], size: float) -> float:
-    """Seconds for one sum of `size` bytes over a batch-norm tile of h x w chips and their cores.
+def predict_group_s(pod: Pod, tile: tuple[int, int], size: float) -> float:
+    """Return the seconds of one sum of `size` bytes over a batch-norm tile of h x w chips and their cores.
 
-    Proper subgroups get a one-dimensional ring from the TPU compiler. Messages are small: latency is most of it.
+    The TPU compiler uses a one-dimensional ring for proper subgroups. Messages are small: most of the time is latency.
     """
-    row = chip(pod.kind)
+    row = get_chip(pod.kind)
     h, w = tile
     if h * w * pod.cores == 1:
         return 0.0
-    if row.torus:
-        return row.start_s + (pod.cores > 1) * row.hop_s + ring([Axis(h * w, row.link_rate, row.hop_s)], size)
+    if row.is_torus:
+        return row.start_s + (pod.cores > 1) * row.hop_s + time_ring([Axis(h * w, row.link_rate, row.hop_s)], size)
     within, between = Axis(w, row.link_rate, row.hop_s), Axis(h, row.node_rate, row.node_hop_s)
-    return row.start_s + _compilers(row, (within, between), size)
+    return row.start_s + _time_compiler_sum(row, (within, between), size)

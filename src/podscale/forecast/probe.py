@@ -1,8 +1,9 @@
-"""Probe: what a message costs on the pod that is here, measured by sending some, and what sums over it should take.
+"""Measure the cost of messages on the present pod, and predict the seconds of sums from it.
 
-A hop costs a latency and its bytes over a rate, and both depend on what else hops at the same time: two links of a
-torus carry twice as much as one, two streams through the same port do not. So each pattern of hops that a strategy is
-made of is timed by itself, and the closed forms of `network` do the rest. The compiler's own sum is a pattern too.
+A hop costs a latency plus its bytes over a rate, and both depend on the other messages at the same time: two links of a
+torus carry twice as much as one, two streams through the same port do not. So each pattern of hops that a strategy
+consists of is timed separately, and the closed forms of `network` combine them. The compiler's own sum is a pattern
+too.
 """
 
 import math
@@ -23,93 +24,98 @@ from jax.sharding import PartitionSpec as P
 
 from podscale.forecast import network
 from podscale.forecast.network import Axis
-from podscale.parallel.collectives import Way, along_columns, along_rows, lay_rings, reverse, through_all
+from podscale.parallel.collectives import Route, follow_columns, follow_rows, lay_rings, reverse_route, visit_all_chips
 from podscale.pod import ALL_AXES, CORE, Pod
 
-SMALL, LARGE = 64, 256 << 10  # bytes of the messages
-SUMMED = 1 << 20  # of the compiler's sum: it may send a small one by other means than a large one
-ON_CHIP = 4 << 20  # inside a chip, where latency hides the rate of smaller ones
-SMALL_HOPS, LARGE_HOPS = 8, 2  # in a row, so that it weighs less that processes do not begin at the same instant
+SMALL_BYTES, LARGE_BYTES = 64, 256 << 10  # bytes of the messages
+SUM_BYTES = 1 << 20  # of the compiler's sum, which may use another algorithm for small sums than for large ones
+ON_CHIP_BYTES = 4 << 20  # between the cores of a chip, where latency dominates smaller messages
+SMALL_HOPS, LARGE_HOPS = 8, 2  # in sequence, so that different start times of the processes matter less
 REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds for so many bytes: a latency and a rate."""
+class LinearCost:
+    """A cost in seconds that is linear in the bytes: a latency and a rate."""
 
     hop_s: float
-    rate: float  # bytes a second
+    rate: float  # bytes per second
 
-    def seconds(self, size: float) -> float:
+    def predict_s(self, size: float) -> float:
         return self.hop_s + size / self.rate
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured on a pod of rows x columns; the bytes are those of one path's message."""
+    """Measured costs of the message patterns on a pod of rows x columns; bytes are those of one path's message."""
 
     rows: int
     cols: int
-    row: Line  # one message along the row
-    column: Line
-    ring: Line  # one along the walk through all chips
-    ring2: Line  # one either way along it
-    four: Line  # one along the row and one along the column, either way
-    cores: Line  # the sum over the cores of a chip
-    xla: Line  # the compiler's sum over the pod
+    row: LinearCost  # one message along the row
+    column: LinearCost
+    ring: LinearCost  # one along the ring through all chips
+    ring2: LinearCost  # one in each direction along that ring
+    four: LinearCost  # one along the row and one along the column, in each direction
+    cores: LinearCost  # the sum over the cores of a chip
+    xla: LinearCost  # the compiler's sum over the pod
 
-    def summation_s(self, strategy: str, size: float) -> float:
-        """Seconds to sum `size` bytes by a strategy of `collectives`."""
+    def predict_summation_s(self, strategy: str, size: float) -> float:
+        """Return the seconds to sum `size` bytes by a strategy of `parallel.summation`."""
         if strategy == "xla":
-            return self.xla.seconds(size)
+            return self.xla.predict_s(size)
         chips = self.rows * self.cols
         if chips == 1:
-            return self.cores.seconds(size)
-        whole = {"ring": (self.ring, network.ring), "ring2": (self.ring2, network.ring_both_ways)}
-        if strategy in whole:
-            line, form = whole[strategy]
-            seconds = form([Axis(chips, line.rate, line.hop_s)], size)
+            return self.cores.predict_s(size)
+        rings = {"ring": (self.ring, network.time_ring), "ring2": (self.ring2, network.time_bidirectional_ring)}
+        if strategy in rings:
+            cost, form = rings[strategy]
+            seconds = form([Axis(chips, cost.rate, cost.hop_s)], size)
         elif strategy == "torus4":
-            seconds = network.all_links(self._axes(self.four, self.four), size)
+            seconds = network.time_all_links(self._make_axes(self.four, self.four), size)
         else:
-            seconds = network.torus(self._axes(self.row, self.column), size)
-        return self.cores.seconds(size) + seconds
+            seconds = network.time_torus(self._make_axes(self.row, self.column), size)
+        return self.cores.predict_s(size) + seconds
 
-    def _axes(self, row: Line, column: Line) -> tuple[Axis, Axis]:
+    def _make_axes(self, row: LinearCost, column: LinearCost) -> tuple[Axis, Axis]:
         return Axis(self.cols, row.rate, row.hop_s), Axis(self.rows, column.rate, column.hop_s)
 
     @property
     def chip_rate(self) -> float:
-        """Bytes a second that a chip sends over all of its links at once, at the best that was seen."""
+        """The best measured bytes per second that a chip sends over all of its links at once."""
         return max(self.row.rate, self.column.rate, self.ring.rate, 2 * self.ring2.rate, 4 * self.four.rate)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-ONE_ROW, ONE_COLUMN, ONE_WALK = (along_rows,), (along_columns,), (through_all,)
-BOTH_WAYS = (through_all, reverse(through_all))
-FOUR_WAYS = (along_rows, reverse(along_rows), along_columns, reverse(along_columns))
+ROW_ROUTES, COLUMN_ROUTES, RING_ROUTES = (follow_rows,), (follow_columns,), (visit_all_chips,)
+RING2_ROUTES = (visit_all_chips, reverse_route(visit_all_chips))
+TORUS4_ROUTES = (follow_rows, reverse_route(follow_rows), follow_columns, reverse_route(follow_columns))
 
 
-def measured(pod: Pod) -> Probe:
-    """Sends messages over the pod; all processes take part and come to the same figures."""
+def measure_links(pod: Pod) -> Probe:
+    """Time messages over the pod. All processes must call it, and all get the same figures."""
     mesh = pod.mesh()
-    hopping = partial(_hops, pod.cores)
-    found = {
-        "row": _line(mesh, hopping(ONE_ROW)),
-        "column": _line(mesh, hopping(ONE_COLUMN)),
-        "ring": _line(mesh, hopping(ONE_WALK)),
-        "ring2": _line(mesh, hopping(BOTH_WAYS)),
-        "four": _line(mesh, hopping(FOUR_WAYS)),
-        "cores": _line(mesh, _in_a_row(_over_cores), ON_CHIP) if pod.cores > 1 else Line(0.0, math.inf),
-        "xla": _line(mesh, _in_a_row(lambda x: lax.psum(x, ALL_AXES)), SUMMED),
+    make_hops = partial(_make_hops, pod.cores)
+    costs = {
+        "row": _fit_cost(mesh, make_hops(ROW_ROUTES)),
+        "column": _fit_cost(mesh, make_hops(COLUMN_ROUTES)),
+        "ring": _fit_cost(mesh, make_hops(RING_ROUTES)),
+        "ring2": _fit_cost(mesh, make_hops(RING2_ROUTES)),
+        "four": _fit_cost(mesh, make_hops(TORUS4_ROUTES)),
+        "cores": _fit_cost(mesh, _repeat(_sum_over_cores), ON_CHIP_BYTES)
+        if pod.cores > 1
+        else LinearCost(0.0, math.inf),
+        "xla": _fit_cost(mesh, _repeat(lambda x: lax.psum(x, ALL_AXES)), SUM_BYTES),
     }
-    return Probe(pod.rows, pod.cols, **found)
+    return Probe(pod.rows, pod.cols, **costs)
 
 
-def _hops(cores: int, ways: Sequence[Way]) -> Callable[[jax.Array, int], Any]:
-    """A message of `x` along each of the ways, some hops in a row; the cores of a chip share it."""
+def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], Any]:
+    """Return a function that sends a message of `x` along each of the routes, for a number of hops.
+
+    The cores of a chip share the message.
+    """
 
     def body(x: jax.Array, hops: int) -> Any:
         rings = [ring for (ring,) in lay_rings([(way,) for way in ways], cores)]
@@ -122,44 +128,44 @@ def _hops(cores: int, ways: Sequence[Way]) -> Callable[[jax.Array, int], Any]:
     return body
 
 
-def _in_a_row(body: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, int], Any]:
-    """The same some times in a row, none of which may be left out."""
+def _repeat(body: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, int], Any]:
+    """Return a function that applies `body` repeatedly, each time to the previous result so that none is skipped."""
 
-    def repeated(x: jax.Array, times: int) -> jax.Array:
+    def run(x: jax.Array, times: int) -> jax.Array:
         for _ in range(times):
             x = body(x) / lax.axis_size(ALL_AXES)
         return x
 
-    return repeated
+    return run
 
 
-def _over_cores(x: jax.Array) -> jax.Array:
-    whole = jnp.pad(x, (0, -x.size % lax.axis_size(CORE)))
-    return lax.all_gather(lax.psum_scatter(whole, CORE, tiled=True), CORE, tiled=True)[: x.size]
+def _sum_over_cores(x: jax.Array) -> jax.Array:
+    padded = jnp.pad(x, (0, -x.size % lax.axis_size(CORE)))
+    return lax.all_gather(lax.psum_scatter(padded, CORE, tiled=True), CORE, tiled=True)[: x.size]
 
 
-def _line(mesh: Mesh, body: Callable[[jax.Array, int], Any], large: int = LARGE) -> Line:
-    hop_s = timed(mesh, lambda x: body(x, SMALL_HOPS), SMALL)[0] / SMALL_HOPS
-    large_s = timed(mesh, lambda x: body(x, LARGE_HOPS), large)[0] / LARGE_HOPS
-    return Line(hop_s, large / max(large_s - hop_s, 0.01 * large_s))
+def _fit_cost(mesh: Mesh, body: Callable[[jax.Array, int], Any], large: int = LARGE_BYTES) -> LinearCost:
+    hop_s = time_on_mesh(mesh, lambda x: body(x, SMALL_HOPS), SMALL_BYTES)[0] / SMALL_HOPS
+    large_s = time_on_mesh(mesh, lambda x: body(x, LARGE_HOPS), large)[0] / LARGE_HOPS
+    return LinearCost(hop_s, large / max(large_s - hop_s, 0.01 * large_s))
 
 
-def timed(
+def time_on_mesh(
     mesh: Mesh, body: Callable[[jax.Array], Any], size: int, repeats: int = REPEATS, limit_s: float = math.inf
 ) -> tuple[float, Any]:
-    """Seconds that `body` takes on `size` bytes of each device, and its result; the first process's clock counts.
+    """Return the seconds that `body` takes on `size` bytes per device, by the main process's clock, and its result.
 
-    The median of `repeats`, or of as many as fit in `limit_s`, after one that nobody counts; all processes begin each
-    together. Device i holds the number i + 1.
+    The seconds are the median of `repeats` calls, or of as many as fit into `limit_s`, after one untimed call. All
+    processes start each call together. Device i holds the number i + 1.
     """
     sharding = NamedSharding(mesh, P(ALL_AXES))
     shape = (mesh.size, max(1, size // 4))
 
-    def numbers(index: Any) -> Any:
+    def make_numbers(index: Any) -> Any:
         first, last, _ = index[0].indices(mesh.size)
         return np.broadcast_to(np.arange(first + 1, last + 1, dtype=np.float32)[:, None], (last - first, shape[1]))
 
-    x = jax.make_array_from_callback(shape, sharding, numbers)
+    x = jax.make_array_from_callback(shape, sharding, make_numbers)
 
     def call(x: jax.Array) -> Any:
         return jax.tree.map(lambda y: y[None], body(x[0]))
@@ -168,20 +174,20 @@ def timed(
     result = jax.block_until_ready(program(x))
     times: list[float] = []
     while len(times) < repeats:
-        _together()
-        began = time.perf_counter()
+        _synchronize()
+        start = time.perf_counter()
         jax.block_until_ready(program(x))
-        times.append(_first_ones(time.perf_counter() - began))
+        times.append(_broadcast_seconds(time.perf_counter() - start))
         if sum(times) > limit_s:
             break
     return statistics.median(times), result
 
 
-def _together() -> None:
+def _synchronize() -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("probe")
 
 
-def _first_ones(seconds: float) -> float:
-    """What the first process measured, in all of them."""
+def _broadcast_seconds(seconds: float) -> float:
+    """Return the main process's measurement in all processes."""
     return seconds if jax.process_count() == 1 else float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))

@@ -1,1 +1,1 @@
-"""Questions about pods that are not there: compile, search, compare with published runs, rehearse."""
+"""Answers about pods that are not available: compile, search, compare with published runs, rehearse."""

@@ -1,7 +1,7 @@
-"""Answers: what `podscale plan` said for a pod that is not here, kept so that asking again costs nothing.
+"""Cache the answers of `podscale plan` for pods that are not available.
 
-An answer follows from the recipe, the pod, the options, the code of podscale, and the versions of JAX and libtpu alone.
-Their hash is its name in the user's cache folder. JAX is not imported here: a kept answer needs none.
+An answer depends only on the recipe, the pod, the options, the code of podscale, and the versions of JAX and libtpu.
+Their hash is its file name in the user's cache folder. This module does not import JAX: a cached answer needs none.
 """
 
 import hashlib
@@ -20,45 +20,45 @@ from podscale.storage.files import to_json, write_atomically
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax")
 
 
-def key(recipe: Recipe, pod: str, options: Options, compiles: bool) -> str:
-    """The name of an answer."""
-    parts = [recipe.name, recipe.to_dict(), pod, asdict(options), compiles, _versions(), _code()]
+def make_key(recipe: Recipe, pod: str, options: Options, compiles: bool) -> str:
+    """Return the cache key of an answer."""
+    parts = [recipe.name, recipe.to_dict(), pod, asdict(options), compiles, _list_versions(), _hash_code()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def kept(name: str) -> dict[str, Any] | None:
-    """The answer of that name, if there is one and it can be read."""
+def load_answer(key: str) -> dict[str, Any] | None:
+    """Return the cached answer of this key, or None if there is none or it cannot be read."""
     with suppress(OSError, ValueError):
-        found = json.loads(_file(name).read_text())
-        return found if isinstance(found, dict) else None
+        answer = json.loads(_get_path(key).read_text())
+        return answer if isinstance(answer, dict) else None
     return None
 
 
-def keep(name: str, answer: dict[str, Any]) -> None:
-    """Keeps an answer; without a cache folder there is none next time."""
+def save_answer(key: str, answer: dict[str, Any]) -> None:
+    """Cache an answer; do nothing if the cache folder cannot be written."""
     with suppress(OSError):
-        _file(name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(_file(name), to_json(answer))
+        _get_path(key).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(_get_path(key), to_json(answer))
 
 
-def follows_from(recipe: Recipe) -> bool:
-    """Whether the recipe says all that an answer needs, so that it does not depend on data that may change."""
+def is_cacheable(recipe: Recipe) -> bool:
+    """Return whether the recipe states all counts, so that an answer does not depend on data that may change."""
     return bool(recipe.data.train_samples and recipe.data.val_samples and recipe.data.classes)
 
 
-def _versions() -> dict[str, str]:
-    return {name: version for name in PACKAGES if (version := _version(name))}
+def _list_versions() -> dict[str, str]:
+    return {name: version for name in PACKAGES if (version := _find_version(name))}
 
 
-def _version(name: str) -> str:
+def _find_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
 
 
-def _code() -> str:
-    """A hash of podscale's own sources and data files."""
+def _hash_code() -> str:
+    """Return a hash of podscale's sources and data files."""
     root = Path(__file__).parents[1]
     files = sorted(path for kind in ("*.py", "*.toml") for path in root.rglob(kind))
     digest = hashlib.sha256()
@@ -67,7 +67,7 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _file(name: str) -> Path:
+def _get_path(key: str) -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    return cache / "podscale" / "plans" / f"{name}.json"
+    return cache / "podscale" / "plans" / f"{key}.json"

@@ -1,7 +1,7 @@
-"""Described: the devices of a pod that is not here, as its compiler describes them.
+"""Describe the devices of a pod that is not available, so that its compiler can compile for them.
 
-libtpu carries descriptions of every TPU topology; JAX's CUDA plugin compiles for any GPU whose figures it is given.
-With either installed, `jax.experimental.topologies` names the devices of a whole pod on a laptop.
+libtpu contains descriptions of every TPU topology; JAX's CUDA plugin compiles for any GPU whose figures it is given.
+With either installed, `jax.experimental.topologies` gives the devices of a whole pod on a laptop.
 """
 
 import importlib.util
@@ -16,80 +16,82 @@ import jax
 from jax.experimental import topologies
 
 from podscale.errors import UserError
-from podscale.forecast.chips import chip, known
-from podscale.pod import THREE_DIMENSIONS, Pod, place
+from podscale.forecast.chips import find_chip, get_chip
+from podscale.pod import THREE_DIMENSIONS, Pod, get_position
 
-ALONE = "the model of time answers alone"
-NO_LIBTPU = f"libtpu is not installed here (pip install 'podscale[tpu]'): {ALONE}"
-NO_CUDA = f"JAX's CUDA plugin is not installed here (pip install 'podscale[cuda13]'): {ALONE}"
-NO_COMPILER = f"there is no compiler for this kind of chip without the chip: {ALONE}"
-# libtpu looks for the machine's own TPU, at length, and allows one process at a time, unless told not to.
-_TPU_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+FORECAST_ONLY = "the model of time answers alone"
+NO_LIBTPU = f"libtpu is not installed here (pip install 'podscale[tpu]'): {FORECAST_ONLY}"
+NO_CUDA = f"JAX's CUDA plugin is not installed here (pip install 'podscale[cuda13]'): {FORECAST_ONLY}"
+NO_COMPILER = f"there is no compiler for this kind of chip without the chip: {FORECAST_ONLY}"
+# Without these, libtpu searches for a local TPU, which takes long, and allows one process at a time.
+_TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
-def why_not(where: Pod) -> str:
-    """Why nothing can be compiled for the pod here; empty if it can."""
-    row = known(where.kind)
+def explain_no_compiler(pod: Pod) -> str:
+    """Return why nothing can be compiled for the pod on this machine; empty if it can."""
+    row = find_chip(pod.kind)
     if row is None:
         return NO_COMPILER
-    if row.torus:
-        return "" if _installed("libtpu") else NO_LIBTPU
-    return "" if _installed("jax_plugins.xla_cuda13") or _installed("jax_plugins.xla_cuda12") else NO_CUDA
+    if row.is_torus:
+        return "" if _is_installed("libtpu") else NO_LIBTPU
+    return "" if _is_installed("jax_plugins.xla_cuda13") or _is_installed("jax_plugins.xla_cuda12") else NO_CUDA
 
 
-def _installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # its parent package is not installed either
         return False
 
 
-def pod(where: Pod) -> Pod:
-    """The pod with described devices, in the places where real ones would be."""
-    leave_chips_alone()
-    name = topology_name(where)
+def describe_pod(pod: Pod) -> Pod:
+    """Return the pod with described devices in place of real ones.
+
+    Raises:
+        UserError: the compiler does not know this pod.
+    """
+    use_cpu_backend()
+    name = name_topology(pod)
     try:
-        with _silent():
-            devices = _devices(where)
-    except Exception as error:  # whatever the plugins raise: none of it has a type of its own
-        raise UserError(f"the compiler knows no pod {name}: {first_line(error)}; try another shape") from None
-    if len(devices) != where.size:
-        raise UserError(f"the compiler's {name} has {len(devices)} devices, not {where.size}; try another shape")
-    return replace(where, devices=tuple(sorted(devices, key=place)))
+        with _silence_stderr():
+            devices = _describe_devices(pod)
+    except Exception as error:  # the plugins raise no exception type of their own
+        raise UserError(f"the compiler knows no pod {name}: {get_first_line(error)}; try another shape") from None
+    if len(devices) != pod.size:
+        raise UserError(f"the compiler's {name} has {len(devices)} devices, not {pod.size}; try another shape")
+    return replace(pod, devices=tuple(sorted(devices, key=get_position)))
 
 
-def topology_name(where: Pod) -> str:
-    """The pod as its compiler calls it.
+def name_topology(pod: Pod) -> str:
+    """Return the name that the compiler gives the pod.
 
     TPU pods are named columns by rows, with a depth for the kinds whose torus has three dimensions; GPU clusters are
     nodes by GPUs.
     """
-    if not chip(where.kind).torus:
-        return f"1x{where.rows}x{where.cols}"
-    x, y, *z = where.dims
-    deep = z or [1] * (where.kind in THREE_DIMENSIONS)
-    return f"{where.kind}:{'x'.join(map(str, (x, y, *deep)))}"
+    if not get_chip(pod.kind).is_torus:
+        return f"1x{pod.rows}x{pod.cols}"
+    x, y, *z = pod.dims
+    depth = z or [1] * (pod.kind in THREE_DIMENSIONS)
+    return f"{pod.kind}:{'x'.join(map(str, (x, y, *depth)))}"
 
 
-def compiler_options(where: Pod) -> dict[str, Any]:
-    """Without a GPU nothing can be tried out: the compiler takes its default algorithms."""
-    return {} if chip(where.kind).torus else {"xla_gpu_autotune_level": "0"}
+def get_compiler_options(pod: Pod) -> dict[str, Any]:
+    """Return the compiler options for the pod: without a GPU no algorithm can be tried, so autotuning is off."""
+    return {} if get_chip(pod.kind).is_torus else {"xla_gpu_autotune_level": "0"}
 
 
-def _devices(where: Pod) -> Any:
-    name = topology_name(where)
-    if chip(where.kind).torus:
-        both = {"chip_config_name": "megacore"} if where.kind == "v4" else {}  # its two cores are one device
-        return topologies.get_topology_desc(platform="tpu", topology_name=name, **both).devices
-    described = _gpu(where.kind)
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology=name, target_config=described
-    ).devices
+def _describe_devices(pod: Pod) -> Any:
+    name = name_topology(pod)
+    if get_chip(pod.kind).is_torus:
+        config = {"chip_config_name": "megacore"} if pod.kind == "v4" else {}  # its two cores are one device
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **config).devices
+    target = _format_gpu_target(pod.kind)
+    return topologies.get_topology_desc(platform="cuda", topology_name="", topology=name, target_config=target).devices
 
 
-def _gpu(kind: str) -> str:
-    """A GPU's figures as XLA reads them: a GpuTargetConfigProto in text. What all kinds share stands here."""
-    row = chip(kind)
+def _format_gpu_target(kind: str) -> str:
+    """Return a GPU's figures as XLA reads them, a GpuTargetConfigProto in text; figures of all kinds are set here."""
+    row = get_chip(kind)
     figures = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -117,32 +119,32 @@ def _gpu(kind: str) -> str:
     )
 
 
-# --- the machine's own chips ---------------------------------------------------------------------------------------
+# --- local devices -------------------------------------------------------------------------------------------------
 
 
-def leave_chips_alone() -> None:
-    """Has JAX run on the CPU, if it does not run yet: the machine's own chips have no part in this."""
-    for name, value in _TPU_ALONE.items():
+def use_cpu_backend() -> None:
+    """Make JAX use the CPU, if it has not started yet: the local accelerators are not needed."""
+    for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with suppress(RuntimeError):  # JAX already runs: it has what it has
+    with suppress(RuntimeError):  # JAX has already started its backend
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Without stderr: libtpu complains at length that the machine has no TPU."""
+def _silence_stderr() -> Iterator[None]:
+    """Discard stderr: libtpu complains at length that the machine has no TPU."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
-def first_line(error: Exception) -> str:
-    """The beginning of what a compiler says, for the end of a sentence."""
+def get_first_line(error: Exception) -> str:
+    """Return the first line of an error of the compiler, shortened, to end a sentence with."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(".")

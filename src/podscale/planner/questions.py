@@ -1,92 +1,104 @@
-"""Ask: what `podscale plan` answers about pods that are not here, as rows for people and values for programs."""
+"""Answer the questions of `podscale plan` about pods, as rows of a table and as values for JSON."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podscale import pod
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.forecast import chips, choice, model
-from podscale.forecast.compute import Work, work_of
+from podscale.forecast.compute import Work, count_work
 from podscale.plan import Plan
 from podscale.planner import compile, described_devices, plot, published, search
+from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.storage.files import write_atomically
 from podscale.training import setup
 
 
 class Answer(NamedTuple):
-    """Names and values for people, and the same for programs."""
+    """Names and values for a table, and the same as a dictionary for JSON."""
 
     rows: list[tuple[str, str]]
     values: dict[str, Any]
 
 
-def about(recipe: Recipe, where: pod.Pod, options: Options, compiles: bool = True) -> Answer:
-    """The plan of a recipe on a pod, its predicted times, and the compiler's word where there is a compiler."""
-    plan = setup.plan_recipe(recipe, where, options)
-    work = work_of(recipe, plan.counts.classes)
-    chosen = choice.settled(options, where, work.parameters)
-    if chosen.predicted:
-        plan = setup.plan_recipe(recipe, where, chosen.options)
+def plan_on_pod(recipe: Recipe, pod: Pod, options: Options, compiles: bool = True) -> Answer:
+    """Plan a recipe on a pod, predict its times, and compile it where there is a compiler for a pod not available.
+
+    Args:
+        recipe: what to train.
+        pod: where; it need not be available.
+        options: machine options.
+        compiles: whether to compile the training step for a pod that is not available.
+    """
+    plan = setup.plan_recipe(recipe, pod, options)
+    work = count_work(recipe, plan.counts.classes)
+    summation = choice.choose_summation(options, pod, work.parameters)
+    if summation.predicted:
+        plan = setup.plan_recipe(recipe, pod, summation.options)
     rows, values = plan.rows(), plan.to_dict() | {"recipe": recipe.name}
-    if chips.known(where.kind) is not None:
-        found = model.forecast(plan, work)
-        rows += model.rows(found)
-        values["forecast"] = model.to_dict(found)
-    if compiles and not where.present:
-        told, report = _compiled(plan)
-        rows += told
-        values["compiled"] = report
+    if chips.find_chip(pod.kind) is not None:
+        forecast = model.make_forecast(plan, work)
+        rows += model.format_rows(forecast)
+        values["forecast"] = model.to_dict(forecast)
+    if compiles and not pod.is_present:
+        compiler_rows, values["compiled"] = _compile(plan)
+        rows += compiler_rows
     return Answer(rows, values)
 
 
-def _compiled(plan: Plan) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """A pod that the compiler refuses still has its plan: what it says is one more row."""
-    why = described_devices.why_not(plan.pod)
-    if not why:
+def _compile(plan: Plan) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Return the compiler's report as rows and values; if nothing can be compiled, the reason as one row."""
+    reason = described_devices.explain_no_compiler(plan.pod)
+    if not reason:
         try:
-            report = compile.compiled(plan)
+            report = compile.compile_plan(plan)
         except UserError as error:
-            why = str(error)
+            reason = str(error)
         else:
-            return compile.rows(report), asdict(report) | {"fits": report.fits}
-    return [("compiled", why)], {"why_not": why}
+            return compile.format_rows(report), asdict(report) | {"fits": report.fits}
+    return [("compiled", reason)], {"why_not": reason}
 
 
 # --- many pods at once -----------------------------------------------------------------------------------------------
 
 
-def searched(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list[str]], dict[str, Any]]:
-    """The table of pods that no smaller one beats."""
-    wanted = search.Wanted.parse(kind, chip_hours)
-    plan, work = _needs(recipe, wanted.kind)
-    found = search.search(wanted, recipe, plan.counts, plan.memory, work)
+def search_pods(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list[str]], dict[str, Any]]:
+    """Return a table and values of the pods of a kind that train the recipe faster than every smaller pod.
+
+    Args:
+        recipe: what to train.
+        kind: "KIND" or "KIND:CHIPS".
+        chip_hours: the largest number of chip-hours; 0 for no limit.
+    """
+    request = search.SearchRequest.parse(kind, chip_hours)
+    plan, work = _count_needs(recipe, request.kind)
+    forecasts = search.find_fastest_pods(request, recipe, plan.counts, plan.memory, work)
     values = [
-        {"pod": f"{one.plan.pod.kind}:{search.shape(one.plan.pod)}", "recipe": one.plan.recipe.name}
-        | {"tile": list(one.plan.tile), "summation": one.plan.summation, "micro_batches": one.plan.micro_batches}
-        | model.to_dict(one)
-        for one in found
+        {"pod": f"{f.plan.pod.kind}:{search.format_shape(f.plan.pod)}", "recipe": f.plan.recipe.name}
+        | {"tile": list(f.plan.tile), "summation": f.plan.summation, "micro_batches": f.plan.micro_batches}
+        | model.to_dict(f)
+        for f in forecasts
     ]
-    return search.rows(found), {"found": values}
+    return search.format_rows(forecasts), {"found": values}
 
 
-def drawn(recipe: Recipe, kind: str, path: str) -> dict[str, Any]:
-    """The scaling picture of a recipe on a kind of chip, in a file."""
-    plan, work = _needs(recipe, kind)
-    found = search.by_chips(search.Wanted(kind), recipe, plan.counts, plan.memory, work)
-    text = plot.draw(found, published.runs(), f"{recipe.model.name} on {kind}, the best plan for each number of chips")
+def write_scaling_plot(recipe: Recipe, kind: str, path: str) -> dict[str, Any]:
+    """Write a plot of how a recipe scales on a kind of chip to an SVG file."""
+    plan, work = _count_needs(recipe, kind)
+    forecasts = search.find_best_by_chips(search.SearchRequest(kind), recipe, plan.counts, plan.memory, work)
+    title = f"{recipe.model.name} on {kind}, the best plan for each number of chips"
+    text = plot.draw_scaling(forecasts, published.load_runs(), title)
     try:
         write_atomically(Path(path), text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-    return {"plot": path, "chips": [one.plan.pod.rows * one.plan.pod.cols for one in found]}
+    return {"plot": path, "chips": [f.plan.pod.rows * f.plan.pod.cols for f in forecasts]}
 
 
-def _needs(recipe: Recipe, kind: str) -> tuple[Plan, Work]:
-    """Counts and memory of the recipe, and its model's work: the same on every pod."""
-    chips.chip(kind)
-    one = pod.Pod("cpu", 1, 1)
-    plan = setup.plan_recipe(recipe, one, Options())
-    return plan, work_of(recipe, plan.counts.classes)
+def _count_needs(recipe: Recipe, kind: str) -> tuple[Plan, Work]:
+    """Return a plan with the recipe's counts and memory, and its model's work: both are the same on every pod."""
+    chips.get_chip(kind)
+    plan = setup.plan_recipe(recipe, Pod("cpu", 1, 1), Options())
+    return plan, count_work(recipe, plan.counts.classes)

@@ -1,8 +1,8 @@
-"""Rehearsal: a whole training walked through without computing it, so that a pod's time is not spent on finding out.
+"""Rehearse a whole training without computing it, to find mistakes before they cost a pod's time.
 
-The data set is opened, the plan is made, every step's samples are drawn and counted, the learning rate is followed to
-the end, some pictures are decoded, a checkpoint of full size is written, read back and thrown away. What is found is
-what the run itself would do: it goes through the same index, order, schedule and checkpoints.
+The data set is opened, the plan is made, the samples of every step are computed and counted, the learning rate is
+followed to the end, some images are decoded, and a checkpoint of full size is written, read back and deleted. The
+rehearsal uses the same index, order, schedule and checkpoints as the run, so it finds what the run would do.
 """
 
 import tempfile
@@ -18,36 +18,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.config.options import Options
-from podscale.data import crop, prefetch
-from podscale.data.order import Order, crop_boxes
+from podscale.data import crop
+from podscale.data.order import Order, compute_crop_boxes
 from podscale.errors import UserError
 from podscale.pod import Pod
+from podscale.processes.host import count_usable_cores
 from podscale.recipe import Recipe
 from podscale.training.checkpoint import Checkpoints
-from podscale.training.setup import Job, prepare
+from podscale.training.setup import Setup, prepare
 
 T = TypeVar("T")
-Tell = Callable[[str], object]
-PIECE = 1 << 20  # positions that are drawn at a time
-RATES = 24  # points of the learning rate that are told
+Report = Callable[[str], object]
+POSITIONS_PER_CHUNK = 1 << 20  # positions whose samples are computed at a time
+RATE_POINTS = 24  # points of the learning rate in the result
 
 
 def rehearse(
-    recipe: Recipe, pod: Pod, options: Options = Options(), *, images: int = 256, tell: Tell = lambda what: None
+    recipe: Recipe, pod: Pod, options: Options = Options(), *, images: int = 256, report: Report = lambda part: None
 ) -> dict[str, Any]:
-    """What a training of `recipe` on `pod` would do; `images` pictures of its first step are decoded."""
+    """Rehearse a training and return what it would do.
+
+    Args:
+        recipe: what to train.
+        pod: the devices to train on.
+        options: machine options.
+        images: how many images of the first step to decode.
+        report: is called with the name of each part before it starts.
+
+    Raises:
+        UserError: several processes were started, or `images` is negative.
+    """
     if jax.process_count() > 1:
         raise UserError("a rehearsal is for one process; start it without a launcher")
     if images < 0:
         raise UserError(f"--images must be 0 or more, not {images}")
-    tell("opening the data set")
-    opening_s, job = _timed(lambda: prepare(recipe, pod, options))
-    plan = job.plan
-    tell("drawing every step's samples")
-    order_s, order = _timed(lambda: _order(job))
-    tell("decoding the first pictures")
-    decoding_s, bad = _timed(lambda: _decoded(job, images))
-    tell("writing a checkpoint")
+    report("opening the data set")
+    opening_s, setup = _time_call(lambda: prepare(recipe, pod, options))
+    plan = setup.plan
+    report("drawing every step's samples")
+    order_s, order = _time_call(lambda: _check_order(setup))
+    report("decoding the first images")
+    decoding_s, bad = _time_call(lambda: _decode_images(setup, images))
+    report("writing a checkpoint")
     evals = plan.eval_steps()
     return {
         "recipe": recipe.name,
@@ -60,119 +72,121 @@ def rehearse(
         "steps_per_epoch": plan.steps_per_epoch,
         "opening_s": opening_s,
         "order": order | {"seconds": order_s, "seconds_per_epoch": order_s / recipe.train.epochs},
-        "learning_rate": _rates(job),
+        "learning_rate": _sample_learning_rate(setup),
         "evaluations": len(evals),
         "evaluated_after": evals,
         "examples_evaluated": len(evals) * plan.counts.val,
         "checkpoints": len(plan.save_points()),
-        "checkpoint": _checkpoint(job),
+        "checkpoint": _try_checkpoint(setup),
         "decoded": {"pictures": images, "seconds": decoding_s, "unreadable": bad},
     }
 
 
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    began = time.perf_counter()
+def _time_call(work: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
     result = work()
-    return time.perf_counter() - began, result
+    return time.perf_counter() - start, result
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _order(job: Job) -> dict[str, Any]:
-    """Draws all positions of all steps. Every sample must come once in each pass over its lane, and never twice."""
-    recipe, samples = job.recipe, job.plan.counts.train
+def _check_order(setup: Setup) -> dict[str, Any]:
+    """Count the samples of all steps: each must occur once in each pass over its lane, and never twice."""
+    recipe, samples = setup.recipe, setup.plan.counts.train
     order = Order(samples, recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    per_piece = max(1, PIECE // recipe.batch.size)
-    seen: dict[int, NDArray[np.int32]] = {}  # by pass: how often each sample came
-    found = {"drawn": job.plan.steps * recipe.batch.size, "whole_passes": 0, "drawn_twice": 0}
-    for start in range(0, job.plan.steps, per_piece):
-        steps = np.arange(start, min(start + per_piece, job.plan.steps))
-        drawn, passes = (part.ravel() for part in order.at(steps[:, None], np.arange(recipe.batch.size)[None]))
+    steps_per_chunk = max(1, POSITIONS_PER_CHUNK // recipe.batch.size)
+    occurrences: dict[int, NDArray[np.int32]] = {}  # by pass: how often each sample occurred
+    result = {"drawn": setup.plan.steps * recipe.batch.size, "whole_passes": 0, "drawn_twice": 0}
+    for start in range(0, setup.plan.steps, steps_per_chunk):
+        steps = np.arange(start, min(start + steps_per_chunk, setup.plan.steps))
+        sampled, passes = (
+            part.ravel() for part in order.get_samples(steps[:, None], np.arange(recipe.batch.size)[None])
+        )
         for number in np.unique(passes).tolist():
-            counts = seen.setdefault(number, np.zeros(samples, np.int32))
-            counts += np.bincount(drawn[passes == number], minlength=samples).astype(np.int32)
-        last = start + per_piece >= job.plan.steps
-        for number in [number for number in seen if last or number < passes.min()]:
-            counts = seen.pop(number)
-            found["whole_passes"] += int((counts == 1).all())
-            found["drawn_twice"] += int((counts > 1).sum())
-    return found
+            counts = occurrences.setdefault(number, np.zeros(samples, np.int32))
+            counts += np.bincount(sampled[passes == number], minlength=samples).astype(np.int32)
+        last = start + steps_per_chunk >= setup.plan.steps
+        for number in [number for number in occurrences if last or number < passes.min()]:
+            counts = occurrences.pop(number)
+            result["whole_passes"] += int((counts == 1).all())
+            result["drawn_twice"] += int((counts > 1).sum())
+    return result
 
 
-def _rates(job: Job) -> dict[str, Any]:
-    """The learning rate: where it is highest, and some points on the way; each (step, rate)."""
-    steps = np.arange(job.plan.steps)
-    rates = np.asarray(jax.vmap(job.schedule)(steps))
-    chosen = np.unique(np.linspace(0, len(steps) - 1, RATES).astype(int))
+def _sample_learning_rate(setup: Setup) -> dict[str, Any]:
+    """Return the learning rate's peak, its last value, and some points (step, rate)."""
+    steps = np.arange(setup.plan.steps)
+    rates = np.asarray(jax.vmap(setup.schedule)(steps))
+    sampled_steps = np.unique(np.linspace(0, len(steps) - 1, RATE_POINTS).astype(int))
     highest = int(rates.argmax())
     return {
         "peak": float(rates[highest]),
         "peak_step": highest,
         "last": float(rates[-1]),
-        "points": [(int(step), float(rates[step])) for step in chosen],
+        "points": [(int(step), float(rates[step])) for step in sampled_steps],
         "falls_after_peak": all(a >= b for a, b in pairwise(rates[highest:].tolist())),
     }
 
 
-def _decoded(job: Job, images: int) -> list[str]:
-    """Makes the first pictures of the first step as training would; returns those that cannot be read."""
-    recipe, index = job.recipe, job.data.train
+def _decode_images(setup: Setup, images: int) -> list[str]:
+    """Load and crop the first images of the first step as training would; return why some cannot be read."""
+    recipe, index = setup.recipe, setup.data.train
     count = min(images, recipe.batch.size)
     if not count:
         return []
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    samples, passes = order.at(np.zeros(count, np.int64), np.arange(count))
+    samples, passes = order.get_samples(np.zeros(count, np.int64), np.arange(count))
     size, fraction = recipe.data.image_size, recipe.data.eval_fraction
-    boxes, flips = crop_boxes(
+    boxes, flips = compute_crop_boxes(
         recipe.augment, recipe.train.seed, passes, samples, index.sizes[samples], size, fraction=fraction
     )
     bad: list[tuple[int, str]] = []
-    with ThreadPoolExecutor(prefetch.cpus()) as pool:
+    with ThreadPoolExecutor(count_usable_cores()) as pool:
         out = np.empty((count, size, size, 3), np.uint8)
         crop.crop_batch(index, samples, boxes, flips, size, out, pool, bad)
-    return [why for _, why in bad]
+    return [reason for _, reason in bad]
 
 
-def _checkpoint(job: Job) -> dict[str, Any]:
-    """Writes one of full size, reads it back, and throws it away."""
+def _try_checkpoint(setup: Setup) -> dict[str, Any]:
+    """Write a checkpoint of full size, read it back, and delete it; return its bytes and the seconds of both."""
     with (
-        tempfile.TemporaryDirectory(prefix="podscale-rehearsal-") as place,
-        Checkpoints(Path(place) / "checkpoints") as checkpoints,
+        tempfile.TemporaryDirectory(prefix="podscale-rehearsal-") as folder,
+        Checkpoints(Path(folder) / "checkpoints") as checkpoints,
     ):
 
         def save() -> None:
-            checkpoints.save(0, job.state)
+            checkpoints.save(0, setup.state)
             checkpoints.wait()
 
-        saving_s, _ = _timed(save)
-        reading_s, _ = _timed(lambda: jax.block_until_ready(checkpoints.restore(0, job.state)))
-        size = sum(path.stat().st_size for path in Path(place).rglob("*") if path.is_file())
+        saving_s, _ = _time_call(save)
+        reading_s, _ = _time_call(lambda: jax.block_until_ready(checkpoints.restore(0, setup.state)))
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     return {"bytes": size, "saving_s": saving_s, "reading_s": reading_s}
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was found, for people."""
-    order, rate, checkpoint = found["order"], found["learning_rate"], found["checkpoint"]
-    decoded = found["decoded"]
+def format_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the result as rows of a table: names and values."""
+    order, rate, checkpoint = result["order"], result["learning_rate"], result["checkpoint"]
+    decoded = result["decoded"]
     passes = f"{order['whole_passes']} passes whole, every sample once in each; {order['drawn_twice']} drawn twice"
     return [
-        ("data", f"{found['train']:,} train, {found['val']:,} val, {found['classes']:,} classes"),
-        ("opened in", f"{found['opening_s']:.1f} s"),
-        ("steps", f"{found['steps']:,} for {found['epochs']:g} epochs ({found['steps_per_epoch']:.2f} an epoch)"),
+        ("data", f"{result['train']:,} train, {result['val']:,} val, {result['classes']:,} classes"),
+        ("opened in", f"{result['opening_s']:.1f} s"),
+        ("steps", f"{result['steps']:,} for {result['epochs']:g} epochs ({result['steps_per_epoch']:.2f} an epoch)"),
         ("order", f"{order['drawn']:,} samples drawn, {order['seconds_per_epoch']:.2f} s an epoch; {passes}"),
         ("learning rate", f"{rate['peak']:.4g} at step {rate['peak_step']:,}, {rate['last']:.3g} at the last"),
-        ("evaluations", f"{found['evaluations']}, {found['examples_evaluated']:,} examples in all"),
+        ("evaluations", f"{result['evaluations']}, {result['examples_evaluated']:,} examples in all"),
         (
             "checkpoints",
-            f"{found['checkpoints']}, {checkpoint['bytes'] / 1e6:,.1f} MB each, "
+            f"{result['checkpoints']}, {checkpoint['bytes'] / 1e6:,.1f} MB each, "
             f"saved in {checkpoint['saving_s']:.1f} s, read in {checkpoint['reading_s']:.1f} s",
         ),
         (
-            "pictures",
+            "images",
             f"{decoded['pictures']} decoded in {decoded['seconds']:.1f} s, {len(decoded['unreadable'])} unreadable",
         ),
     ]

@@ -1,1 +1,1 @@
-"""What this machine can do, and what holds it back."""
+"""Measure what this machine can do, and find its bottleneck."""

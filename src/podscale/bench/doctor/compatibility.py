@@ -1,4 +1,4 @@
-"""What does not fit together on this machine: versions, drivers without their libraries, limits that are too low."""
+"""Find incompatibilities on this machine: versions, drivers without their libraries, limits that are too low."""
 
 import importlib.util
 import os
@@ -11,43 +11,48 @@ from typing import Any
 
 from podscale.data import decode
 
-FEW_FILES = 1024
-LITTLE_DISK = 10 << 30
+MIN_FILES = 1024
+MIN_DISK_BYTES = 10 << 30
 GPU_FILES = ("/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/dxg")
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
 
 
-def problems(platform: str, folder: Path) -> list[str]:
-    """One sentence each, the gravest first; `platform` is the one that JAX computes on."""
-    found = [
-        *unused_devices(platform),
-        *disagreeing_versions(installed()),
-        *old_versions(metadata.requires("podscale") or [], installed()),
-        *_decoder(),
-        *_limits(folder),
+def find_problems(platform: str, folder: Path) -> list[str]:
+    """Return the machine's problems, one sentence each, the most serious first.
+
+    Args:
+        platform: the platform that JAX uses.
+        folder: its disk's free space is checked.
+    """
+    problems = [
+        *find_unused_devices(platform),
+        *find_version_conflicts(list_installed()),
+        *find_old_versions(metadata.requires("podscale") or [], list_installed()),
+        *_check_decoder(),
+        *_check_limits(folder),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(problems))
 
 
-def installed() -> dict[str, str]:
-    """Every distribution that Python sees, by its normal name, and its version."""
-    return {_normal(d.metadata["Name"]): d.version for d in metadata.distributions() if d.metadata["Name"]}
+def list_installed() -> dict[str, str]:
+    """Return the version of every installed distribution, by its normalized name."""
+    return {_normalize_name(d.metadata["Name"]): d.version for d in metadata.distributions() if d.metadata["Name"]}
 
 
-def unused_devices(platform: str, exists: Any = os.path.exists) -> list[str]:
-    """Accelerators that the system shows and JAX does not use."""
-    found = []
+def find_unused_devices(platform: str, exists: Any = os.path.exists) -> list[str]:
+    """Return a sentence for each accelerator that the system has and JAX does not use."""
+    problems = []
     if platform == "cpu" and any(map(exists, GPU_FILES)):
-        found.append("there is an NVIDIA GPU here, but JAX computes on the CPU; pip install 'podscale[cuda13]'")
+        problems.append("there is an NVIDIA GPU here, but JAX computes on the CPU; pip install 'podscale[cuda13]'")
     if platform == "cpu" and any(map(exists, TPU_FILES)):
-        found.append("there is a TPU here, but JAX computes on the CPU; pip install 'podscale[tpu]'")
-    return found
+        problems.append("there is a TPU here, but JAX computes on the CPU; pip install 'podscale[tpu]'")
+    return problems
 
 
-def disagreeing_versions(versions: dict[str, str]) -> list[str]:
-    """Parts of JAX that are not of the same release.
+def find_version_conflicts(versions: dict[str, str]) -> list[str]:
+    """Return a sentence for each part of JAX that is not of the same release.
 
-    >>> disagreeing_versions({"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.9.0"})
+    >>> find_version_conflicts({"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.9.0"})
     ['jax is 0.10.2 but jax-cuda13-plugin 0.9.0; install the same version of both']
     """
     ours = versions.get("jax", "")
@@ -57,54 +62,54 @@ def disagreeing_versions(versions: dict[str, str]) -> list[str]:
     return [
         f"jax is {ours} but {name} {versions[name]}; install the same version of both"
         for name in sorted(parts)
-        if _release(versions[name]) != _release(ours)
+        if _parse_release(versions[name]) != _parse_release(ours)
     ]
 
 
-def old_versions(requirements: list[str], versions: dict[str, str]) -> list[str]:
-    """Libraries that are older than podscale needs them.
+def find_old_versions(requirements: list[str], versions: dict[str, str]) -> list[str]:
+    """Return a sentence for each library that is older than podscale requires.
 
-    >>> old_versions(["jax>=0.10", "numpy>=2.0"], {"jax": "0.9.1", "numpy": "2.4"})
+    >>> find_old_versions(["jax>=0.10", "numpy>=2.0"], {"jax": "0.9.1", "numpy": "2.4"})
     ["jax is 0.9.1, but podscale needs 0.10 or newer; pip install --upgrade 'jax>=0.10'"]
     """
-    found = []
+    problems = []
     for line in requirements:
         match = re.match(r"([\w.-]+)[^;]*?>=\s*([\d.]+)", line)
         if match is None or "extra" in line:
             continue
-        name, least = _normal(match[1]), match[2]
-        if name in versions and _release(versions[name]) < _release(least):
-            told = f"{name} is {versions[name]}, but podscale needs {least} or newer"
-            found.append(f"{told}; pip install --upgrade '{name}>={least}'")
-    return found
+        name, least = _normalize_name(match[1]), match[2]
+        if name in versions and _parse_release(versions[name]) < _parse_release(least):
+            problem = f"{name} is {versions[name]}, but podscale needs {least} or newer"
+            problems.append(f"{problem}; pip install --upgrade '{name}>={least}'")
+    return problems
 
 
-def _decoder() -> list[str]:
-    kind = decode.decoder()
+def _check_decoder() -> list[str]:
+    kind = decode.select_decoder()
     return [] if kind == "native" else [f"photos are decoded by the {kind}, at less than half the rate"]
 
 
-def _limits(folder: Path) -> list[str]:
-    found = []
+def _check_limits(folder: Path) -> list[str]:
+    problems = []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < FEW_FILES:
-        found.append(f"only {files} files may be open at once; raise it with `ulimit -n 4096`")
+    if files < MIN_FILES:
+        problems.append(f"only {files} files may be open at once; raise it with `ulimit -n 4096`")
     free = shutil.disk_usage(folder).free
-    if free < LITTLE_DISK:
-        found.append(f"{folder.resolve()} has only {free / 2**30:.1f} GiB free; checkpoints need room")
+    if free < MIN_DISK_BYTES:
+        problems.append(f"{folder.resolve()} has only {free / 2**30:.1f} GiB free; checkpoints need room")
     if importlib.util.find_spec("tensorboard") is None:
-        found.append("tensorboard is not installed; pip install tensorboard")
-    return found
+        problems.append("tensorboard is not installed; pip install tensorboard")
+    return problems
 
 
-def _normal(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, as far as they are numbers, without zeros at the end.
+def _parse_release(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version, without trailing zeros.
 
-    >>> _release("0.10.2.dev3"), _release("2.0") == _release("2")
+    >>> _parse_release("0.10.2.dev3"), _parse_release("2.0") == _parse_release("2")
     ((0, 10, 2), True)
     """
     numbers = [int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part]  # type: ignore[index]

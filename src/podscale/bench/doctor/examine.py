@@ -1,4 +1,4 @@
-"""All of it, one part after the other, and in words."""
+"""Examine this machine part by part, and format the result."""
 
 import time
 from collections.abc import Callable
@@ -12,20 +12,31 @@ from podscale.data import decode
 from podscale.errors import UserError
 from podscale.pod import Pod
 from podscale.runs import environment
-from podscale.runs.environment import library_versions
+from podscale.runs.environment import list_library_versions
 
 
-def examine(pod: Pod, folder: Path = Path(), tell: Callable[[str], object] = lambda part: None) -> dict[str, Any]:
-    """What this machine can do. `tell` hears what is measured next; files are written to `folder`, and removed."""
+def examine_machine(
+    pod: Pod, folder: Path = Path(), report: Callable[[str], object] = lambda part: None
+) -> dict[str, Any]:
+    """Measure what this machine can do, and find its bottleneck.
+
+    Args:
+        pod: the devices to measure.
+        folder: where temporary files are written, to measure its disk.
+        report: is called with the name of each part before it is measured.
+
+    Raises:
+        UserError: there is no such folder.
+    """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; name one that data or runs will be in with --path")
-    began = time.perf_counter()
-    mine = [d for d in pod.devices if d.process_index == jax.process_index()]
-    stats = mine[0].memory_stats() or {}
-    found: dict[str, Any] = {
+    start = time.perf_counter()
+    local_devices = [d for d in pod.devices if d.process_index == jax.process_index()]
+    stats = local_devices[0].memory_stats() or {}
+    result: dict[str, Any] = {
         "devices": {
-            "platform": mine[0].platform,
-            "kind": mine[0].device_kind,
+            "platform": local_devices[0].platform,
+            "kind": local_devices[0].device_kind,
             "count": pod.size,
             "shape": pod.shape,
             "hosts": pod.hosts,
@@ -34,34 +45,34 @@ def examine(pod: Pod, folder: Path = Path(), tell: Callable[[str], object] = lam
         }
     }
     parts: dict[str, Callable[[], Any]] = {
-        "device": lambda: rates.device(pod),
-        "links": lambda: rates.links(pod),
-        "decoding": lambda: rates.decoding(folder) | {"decoder": decode.decoder()},
-        "disk": lambda: rates.disk(folder),
-        "problems": lambda: compatibility.problems(mine[0].platform, folder),
+        "device": lambda: rates.measure_device(pod),
+        "links": lambda: rates.measure_links(pod),
+        "decoding": lambda: rates.measure_decoding(folder) | {"decoder": decode.select_decoder()},
+        "disk": lambda: rates.measure_disk(folder),
+        "problems": lambda: compatibility.find_problems(local_devices[0].platform, folder),
     }
     for name, measure in parts.items():
-        tell(name)
-        found[name] = measure()
-    alone = verdict.limits(found)
-    return found | {
-        "environment": environment.facts(mine),
-        "versions": library_versions(),
-        "images_per_s": alone,
-        "bottleneck": verdict.bottleneck(alone),
-        "verdict": verdict.sentence(alone, found["problems"]),
-        "seconds": time.perf_counter() - began,
+        report(name)
+        result[name] = measure()
+    limits = verdict.compute_limits(result)
+    return result | {
+        "environment": environment.describe_machine(local_devices),
+        "versions": list_library_versions(),
+        "images_per_s": limits,
+        "bottleneck": verdict.find_bottleneck(limits),
+        "verdict": verdict.format_verdict(limits, result["problems"]),
+        "seconds": time.perf_counter() - start,
     }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same as names and values, for people."""
-    devices, device, machine = found["devices"], found["device"], found["environment"]
-    decoding, disk = found["decoding"], found["disk"]
+def format_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the result as rows of a table: names and values."""
+    devices, device, machine = result["devices"], result["device"], result["environment"]
+    decoding, disk = result["decoding"], result["disk"]
     memory = f"{devices['memory_bytes'] / 2**30:,.1f} GiB each"
     links = [
         (f"links, {name}", f"{link['bytes_per_s'] / 1e9:,.2f} GB/s, {link['latency_s'] * 1e6:,.0f} us to a neighbour")
-        for name, link in found["links"].items()
+        for name, link in result["links"].items()
     ]
     return [
         ("machine", f"{machine['processor']}, cores: {machine['cores']}, {machine['memory_bytes'] / 2**30:,.1f} GiB"),
@@ -85,12 +96,12 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
             "disk",
             f"{disk['read_bytes_per_s'] / 1e6:,.0f} MB/s read, {disk['write_bytes_per_s'] / 1e6:,.0f} MB/s written",
         ),
-        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
-        *[("look at" if i == 0 else "", problem) for i, problem in enumerate(found["problems"])],
+        ("versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items())),
+        *[("look at" if i == 0 else "", problem) for i, problem in enumerate(result["problems"])],
         (
             "ResNet-50",
-            "images/s that each part could do alone: "
-            + ", ".join(f"{name} {rate:,.0f}" for name, rate in found["images_per_s"].items()),
+            "images/s that each part could do limits: "
+            + ", ".join(f"{name} {rate:,.0f}" for name, rate in result["images_per_s"].items()),
         ),
-        ("time", f"{found['seconds']:.0f} s"),
+        ("time", f"{result['seconds']:.0f} s"),
     ]

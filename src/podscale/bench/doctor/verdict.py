@@ -1,17 +1,17 @@
-"""What holds a training of ResNet-50 back on a machine of these rates, and what to do about it.
+"""Find what limits a training of ResNet-50 on a machine of these rates, and what to do about it.
 
-Each part could do so many images a second if it were alone; the smallest number is the bottleneck. The devices' is
-the roofline of the model's work: what they can multiply, and what they can move.
+Each part alone could process so many images per second; the smallest number is the bottleneck. The devices' number is
+the roofline of the model's work: arithmetic and memory bandwidth.
 """
 
 from typing import Any
 
 from podscale.forecast.compute import RESNET50
 
-IMAGES = 256  # that a device has at once: the gradients are summed once for all of them
+IMAGES = 256  # per device and step: the gradients are summed once for all of them
 PHOTO_BYTES = 110_000  # of an ImageNet photo
 ADVICE = {
-    "devices": "use more or faster devices, a smaller model or smaller pictures (data.image_size)",
+    "devices": "use more or faster devices, a smaller model or smaller images (data.image_size)",
     "links": "give each device more images (batch.size), send bfloat16 (plan.payload), or use a faster network",
     "decoding": "run `podscale data prepare` on the data, keep it decoded in memory (plan.cache), or use more cores",
     "disk": "keep the data on a faster disk, or in memory (plan.cache)",
@@ -19,39 +19,39 @@ ADVICE = {
 }
 
 
-def limits(found: dict[str, Any]) -> dict[str, float]:
-    """Images a second that each part could do alone."""
-    device, devices = found["device"], found["devices"]["count"]
+def compute_limits(result: dict[str, Any]) -> dict[str, float]:
+    """Return the images per second that each part could process alone."""
+    device, devices = result["device"], result["devices"]["count"]
     compute = min(device["matrix_flops_per_s"] / RESNET50.flops, device["copy_bytes_per_s"] / RESNET50.bytes)
-    shared = found["devices"]["platform"] == "cpu"  # devices that are simulated share the cores that were measured
+    shared = result["devices"]["platform"] == "cpu"  # simulated devices share the cores that were measured
     limits = {
         "devices": compute * (1 if shared else devices),
-        "decoding": found["decoding"]["all_cores"],
-        "disk": found["disk"]["read_bytes_per_s"] / PHOTO_BYTES,
+        "decoding": result["decoding"]["all_cores"],
+        "disk": result["disk"]["read_bytes_per_s"] / PHOTO_BYTES,
         "feeding": device["feed_bytes_per_s"] / (224 * 224 * 3),
     }
-    slowest = min((link["bytes_per_s"] for link in found["links"].values()), default=0.0)
+    slowest = min((link["bytes_per_s"] for link in result["links"].values()), default=0.0)
     if slowest:
         limits["links"] = IMAGES * devices * slowest / (2 * 4 * RESNET50.parameters)
     return limits
 
 
-def bottleneck(alone: dict[str, float]) -> str:
-    """The part that can do the fewest images.
+def find_bottleneck(limits: dict[str, float]) -> str:
+    """Return the part with the lowest limit.
 
-    >>> bottleneck({"devices": 7000.0, "decoding": 900.0, "disk": 5000.0})
+    >>> find_bottleneck({"devices": 7000.0, "decoding": 900.0, "disk": 5000.0})
     'decoding'
     """
-    return min(alone, key=lambda part: alone[part])
+    return min(limits, key=lambda part: limits[part])
 
 
-def sentence(alone: dict[str, float], problems: list[str]) -> str:
-    """The bottleneck and what to do, in one sentence; a part that lies idle comes before any rate."""
+def format_verdict(limits: dict[str, float], problems: list[str]) -> str:
+    """Return the bottleneck and what to do about it in one sentence; an unused accelerator comes before any rate."""
     idle = next((problem for problem in problems if "but JAX computes on the CPU" in problem), "")
     if idle:
         return f"What holds a run back here: {idle}."
-    first, second = sorted(alone, key=lambda part: alone[part])[:2]
+    first, second = sorted(limits, key=lambda part: limits[part])[:2]
     verb = "are" if first in ("devices", "links") else "is"
     name = f"the {first}" if first in ("devices", "links", "disk") else first
-    rates = f"{alone[first]:,.0f} images/s of ResNet-50 at best, where {second} would allow {alone[second]:,.0f}"
+    rates = f"{limits[first]:,.0f} images/s of ResNet-50 at best, where {second} would allow {limits[second]:,.0f}"
     return f"What holds a run back here {verb} {name}: {rates}; {ADVICE[first]}."

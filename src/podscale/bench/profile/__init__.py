@@ -1,1 +1,1 @@
-"""Where the time of a compiled step goes."""
+"""Profile a compiled step: its time, bytes and FLOPs by kind of work."""

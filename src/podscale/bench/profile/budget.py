@@ -1,50 +1,51 @@
-"""Sheet: the budget of a step. For every kind of work its time, bytes and FLOPs, and what the machine's ceilings leave.
+"""Compute a step's time budget: time, bytes and FLOPs of every kind of work, and its gap to the machine's ceilings.
 
-A ceiling is what the machine did when asked for nothing else: bytes a second of a copy, FLOPs a second of a product of
-two large matrices. No kind of work can be faster than the slower of the two allows; what it takes beyond is its gap.
+A ceiling is the best measured rate of a single operation: bytes per second of a copy, FLOPs per second of a product of
+two large matrices. No kind of work can be faster than both ceilings allow; the time beyond that is its gap.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from podscale.bench.profile.program import Program
-from podscale.bench.profile.trace import Seen
+from podscale.bench.profile.trace import DeviceActivity
 
 OTHER = "not in the program"
-HEAD = ["kind", "ms", "share", "GB", "GB/s", "TFLOP", "TFLOP/s", "at best, ms"]
+HEADER = ["kind", "ms", "share", "GB", "GB/s", "TFLOP", "TFLOP/s", "at best, ms"]
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do at most."""
+    """The best rates of the machine."""
 
     bytes_per_s: float
     flops_per_s: float
 
-    def least_s(self, bytes_: float, flops: float) -> float:
-        """No work with so many bytes and FLOPs takes less."""
+    def compute_least_s(self, bytes_: float, flops: float) -> float:
+        """Return the least seconds for work with so many bytes and FLOPs."""
         return max(bytes_ / self.bytes_per_s, flops / self.flops_per_s)
 
 
-def of(program: Program, seen: Seen, steps: int, ceilings: Ceilings) -> dict[str, Any]:
-    """The budget of one of the `steps` that were seen, kinds with the most time first."""
-    found: dict[str, dict[str, float]] = {}
-    for name, seconds in seen.seconds.items():
-        instruction, times = program.instructions.get(name), seen.runs[name] / steps
-        row = found.setdefault(instruction.kind if instruction else OTHER, dict.fromkeys(("s", "bytes", "flops"), 0.0))
+def compute_budget(program: Program, activity: DeviceActivity, steps: int, ceilings: Ceilings) -> dict[str, Any]:
+    """Return the budget of one of the profiled `steps`, the kinds of work with the most time first."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, seconds in activity.seconds.items():
+        instruction, times = program.instructions.get(name), activity.runs[name] / steps
+        row = rows.setdefault(instruction.kind if instruction else OTHER, dict.fromkeys(("s", "bytes", "flops"), 0.0))
         row["s"] += seconds / steps
         if instruction:
             row["bytes"] += times * instruction.bytes
             row["flops"] += times * instruction.flops
     kinds = [
-        {"kind": kind, **row, "least_s": ceilings.least_s(row["bytes"], row["flops"])}
-        for kind, row in sorted(found.items(), key=lambda pair: -pair[1]["s"])
+        {"kind": kind, **row, "least_s": ceilings.compute_least_s(row["bytes"], row["flops"])}
+        for kind, row in sorted(rows.items(), key=lambda pair: -pair[1]["s"])
     ]
-    return {"kinds": kinds, "idle_s": seen.idle_s / steps, "whole_s": seen.whole_s / steps} | _gap(kinds, seen, steps)
+    totals = {"idle_s": activity.idle_s / steps, "whole_s": activity.whole_s / steps}
+    return {"kinds": kinds} | totals | _find_gap(kinds, activity, steps)
 
 
-def _gap(kinds: list[dict[str, Any]], seen: Seen, steps: int) -> dict[str, Any]:
-    gaps = {row["kind"]: row["s"] - row["least_s"] for row in kinds} | {"idle": seen.idle_s / steps}
+def _find_gap(kinds: list[dict[str, Any]], activity: DeviceActivity, steps: int) -> dict[str, Any]:
+    gaps = {row["kind"]: row["s"] - row["least_s"] for row in kinds} | {"idle": activity.idle_s / steps}
     worst = max(gaps, key=lambda kind: gaps[kind])
     return {
         "gap": worst,
@@ -53,17 +54,17 @@ def _gap(kinds: list[dict[str, Any]], seen: Seen, steps: int) -> dict[str, Any]:
     }
 
 
-def told(found: dict[str, Any]) -> str:
-    """The ceilings, and the largest gap to them."""
-    copy, product = found["copy_bytes_per_s"] / 1e9, found["matrix_flops_per_s"] / 1e12
-    return f"measured ceilings: {copy:.3g} GB/s copied, {product:.3g} TFLOP/s multiplied; {found['verdict']}"
+def format_verdict(budget: dict[str, Any]) -> str:
+    """Return the ceilings and the largest gap to them as a sentence."""
+    copy, product = budget["copy_bytes_per_s"] / 1e9, budget["matrix_flops_per_s"] / 1e12
+    return f"measured ceilings: {copy:.3g} GB/s copied, {product:.3g} TFLOP/s multiplied; {budget['verdict']}"
 
 
-def rows(found: dict[str, Any]) -> list[list[str]]:
-    """The table's lines."""
-    whole = found["whole_s"]
+def format_rows(budget: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of the table."""
+    whole = budget["whole_s"]
     lines = []
-    for row in found["kinds"]:
+    for row in budget["kinds"]:
         seconds = row["s"] or float("inf")
         numbers = [
             f"{1e3 * row['s']:.2f}",
@@ -75,5 +76,5 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
             f"{1e3 * row['least_s']:.2f}",
         ]
         lines.append([row["kind"], *numbers])
-    lines.append(["idle", f"{1e3 * found['idle_s']:.2f}", f"{found['idle_s'] / whole:.1%}", *["-"] * 5])
+    lines.append(["idle", f"{1e3 * budget['idle_s']:.2f}", f"{budget['idle_s'] / whole:.1%}", *["-"] * 5])
     return lines

@@ -1,7 +1,7 @@
-"""Program: an optimized XLA program, read from its text into instructions that know their kind, bytes and FLOPs.
+"""Parse the text of an optimized XLA program into instructions with their kind, bytes and FLOPs.
 
-Only what runs as one piece has a time of its own: an instruction of the entry computation or of a loop's body, be it
-one operation, a fusion of many, or a call into a library. Its kind is found in what it is made of.
+Only what runs as one unit has a time of its own: an instruction of the entry computation or of a loop's body, be it one
+operation, a fusion of many, or a call into a library. Its kind follows from the operations it contains.
 """
 
 import math
@@ -53,36 +53,36 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a program: `shapes` are those of its result, (bytes of an element, sides)."""
+    """One line of a program; `shapes` are those of its result, as (bytes of an element, dimensions)."""
 
     name: str
     opcode: str
     shapes: tuple[tuple[int, tuple[int, ...]], ...]
     operands: tuple[str, ...]
-    rest: str  # what stands behind the operands
+    attributes: str  # the text after the operands
     program: "Program" = field(repr=False)
 
     @cached_property
     def inside(self) -> tuple["Instruction", ...]:
-        """What it is made of: the instructions of a fusion, or only itself."""
-        called = re.search(r"\bcalls=%?([\w.\-]+)", self.rest)
-        body = self.program.computations.get(called[1], ()) if called else ()
-        return tuple(inner for one in body for inner in one.inside) or (self,)
+        """The instructions of a fusion, or only itself."""
+        callee = re.search(r"\bcalls=%?([\w.\-]+)", self.attributes)
+        body = self.program.computations.get(callee[1], ()) if callee else ()
+        return tuple(inner for instruction in body for inner in instruction.inside) or (self,)
 
-    def attribute(self, name: str) -> str:
-        """The text of an attribute, such as dim_labels; empty if there is none."""
-        found = re.search(rf'\b{name}="?([^\s,"}}]+)', self.rest)
-        return found[1] if found else ""
+    def get_attribute(self, name: str) -> str:
+        """Return the text of an attribute, such as dim_labels; empty if there is none."""
+        match = re.search(rf'\b{name}="?([^\s,"}}]+)', self.attributes)
+        return match[1] if match else ""
 
     @cached_property
     def kind(self) -> str:
-        """One of KINDS: the first whose mark it has."""
-        opcodes = {one.opcode for one in self.inside}
-        names = " ".join(one.attribute("op_name") for one in (self, *self.inside))
-        scopes = set(re.findall(r"\w+", names))  # also the one in transpose(jvp(batch_norm))
-        library = self.attribute("custom_call_target")
-        marks = {
-            next(filter(None, map(_convolution, self.inside)), ""): True,
+        """One of KINDS: the first whose condition holds."""
+        opcodes = {inner.opcode for inner in self.inside}
+        names = " ".join(inner.get_attribute("op_name") for inner in (self, *self.inside))
+        scopes = set(re.findall(r"\w+", names))  # also the scope in transpose(jvp(batch_norm))
+        library = self.get_attribute("custom_call_target")
+        conditions = {
+            next(filter(None, map(_classify_convolution, self.inside)), ""): True,
             "matrix product": "dot" in opcodes or library.startswith("__cublas"),
             "summation": any(opcode.startswith(_COLLECTIVES) for opcode in opcodes),
             "pooling": bool(opcodes & {"select-and-scatter", "reduce-window"}),
@@ -91,22 +91,26 @@ class Instruction:
             "normalization": batch_norm.SCOPE in scopes,
             "copy": opcodes <= _MOVES,
         }
-        return next((kind for kind, has in marks.items() if kind and has), "elementwise")
+        return next((kind for kind, holds in conditions.items() if kind and holds), "elementwise")
 
     @cached_property
     def bytes(self) -> int:
-        """What it must read and write at least: every operand once, and the result."""
-        read = {name: self.program.instructions[name] for name in self.operands if name in self.program.instructions}
-        return sum(map(_size, self.shapes)) + sum(_size(shape) for one in read.values() for shape in one.shapes)
+        """The least bytes it must read and write: every operand once, and the result."""
+        operands = {
+            name: self.program.instructions[name] for name in self.operands if name in self.program.instructions
+        }
+        return sum(map(_count_bytes, self.shapes)) + sum(
+            _count_bytes(shape) for operand in operands.values() for shape in operand.shapes
+        )
 
     @cached_property
     def flops(self) -> float:
-        """Of convolutions and matrix products; other work is limited by bytes."""
-        return float(sum(map(_flops, self.inside)))
+        """FLOPs of convolutions and matrix products; other work is limited by bytes."""
+        return float(sum(map(_count_flops, self.inside)))
 
 
 class Program:
-    """A program by its text (`compiled.as_text()`)."""
+    """A program, parsed from its text (`compiled.as_text()`)."""
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[Instruction]] = {}
@@ -120,60 +124,60 @@ class Program:
         for line in text.splitlines():
             if head := _HEAD.match(line):
                 computation = head[1]
-            elif found := _LINE.match(line):
-                name, result, opcode, behind = found.groups()
-                operands, rest = _split(behind)
-                shapes = tuple(_shapes(result))
-                yield computation, Instruction(name, opcode, shapes, tuple(_OPERAND.findall(operands)), rest, self)
+            elif match := _LINE.match(line):
+                name, result, opcode, remainder = match.groups()
+                operands, attributes = _split_operands(remainder)
+                shapes, names = tuple(_parse_shapes(result)), tuple(_OPERAND.findall(operands))
+                yield computation, Instruction(name, opcode, shapes, names, attributes, self)
 
 
-def _split(behind: str) -> tuple[str, str]:
-    """Operands, up to the bracket that closes them, and the rest of the line."""
+def _split_operands(text: str) -> tuple[str, str]:
+    """Split the text after an opcode into the operands, up to their closing bracket, and the attributes."""
     depth = 1
-    for place, character in enumerate(behind):
+    for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth == 0:
-            return behind[:place], behind[place + 1 :]
-    return behind, ""
+            return text[:i], text[i + 1 :]
+    return text, ""
 
 
-def _shapes(text: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _parse_shapes(text: str) -> Iterator[tuple[int, tuple[int, ...]]]:
     for kind, sides in _SHAPE.findall(text):
         width = _BYTES.get(kind) or max(1, int(re.sub(r"\D.*", "", kind[1:])) // 8)
         yield width, tuple(int(side) for side in sides.split(",") if side)
 
 
-def _size(shape: tuple[int, tuple[int, ...]]) -> int:
+def _count_bytes(shape: tuple[int, tuple[int, ...]]) -> int:
     return shape[0] * math.prod(shape[1])
 
 
-def _convolution(one: Instruction) -> str:
-    """Which of the three it is; empty if it is none."""
-    target = one.attribute("custom_call_target")
+def _classify_convolution(instruction: Instruction) -> str:
+    """Return which of CONVOLUTIONS an instruction is; empty if it is none."""
+    target = instruction.get_attribute("custom_call_target")
     if target in _LIBRARY:
         return _LIBRARY[target]
-    if one.opcode != "convolution":
+    if instruction.opcode != "convolution":
         return ""
-    if one.attribute("dim_labels").startswith("f"):  # the batch is what is summed over
+    if instruction.get_attribute("dim_labels").startswith("f"):  # the sum runs over the batch
         return CONVOLUTIONS[2]
-    return CONVOLUTIONS[1] if "transpose(" in one.attribute("op_name") else CONVOLUTIONS[0]
+    return CONVOLUTIONS[1] if "transpose(" in instruction.get_attribute("op_name") else CONVOLUTIONS[0]
 
 
-def _flops(one: Instruction) -> float:
-    if one.opcode == "dot":
-        listed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.rest)
-        sums = [int(side) for side in listed[1].split(",") if side] if listed else []
-        left = one.program.instructions[one.operands[0]].shapes[0][1]
-        return 2.0 * math.prod(one.shapes[0][1]) * math.prod(left[side] for side in sums)
-    kind = _convolution(one)
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", one.attribute("dim_labels"))
+def _count_flops(instruction: Instruction) -> float:
+    if instruction.opcode == "dot":
+        match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        sums = [int(side) for side in match[1].split(",") if side] if match else []
+        left = instruction.program.instructions[instruction.operands[0]].shapes[0][1]
+        return 2.0 * math.prod(instruction.shapes[0][1]) * math.prod(left[side] for side in sums)
+    kind = _classify_convolution(instruction)
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.get_attribute("dim_labels"))
     if not kind or not labels:
         return 0.0
-    left, right = (one.program.instructions[name].shapes[0][1] for name in one.operands[:2])
-    if one.opcode == "convolution":
-        return 2.0 * math.prod(one.shapes[0][1]) * math.prod(right) / right[labels[2].index("o")]
-    # A library's: image, kernel and result have their own roles, whichever of them is computed.
-    result = one.shapes[0][1]
+    left, right = (instruction.program.instructions[name].shapes[0][1] for name in instruction.operands[:2])
+    if instruction.opcode == "convolution":
+        return 2.0 * math.prod(instruction.shapes[0][1]) * math.prod(right) / right[labels[2].index("o")]
+    # In a library call, image, kernel and result keep their roles, whichever of them is computed.
+    result = instruction.shapes[0][1]
     image, kernel = {
         CONVOLUTIONS[0]: (result, right),
         CONVOLUTIONS[1]: (left, right),

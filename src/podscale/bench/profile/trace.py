@@ -1,4 +1,4 @@
-"""Trace: what `jax.profiler` saw of a device's work, as seconds by instruction and seconds without any."""
+"""Profile a device's work with `jax.profiler`: seconds by instruction, and idle seconds."""
 
 import tempfile
 from collections import Counter, defaultdict
@@ -12,13 +12,12 @@ from jax.profiler import ProfileData
 
 from podscale.errors import UserError
 
-Piece = tuple[str, str, float, float]  # instruction, kernel, start and end in seconds
+DeviceEvent = tuple[str, str, float, float]  # instruction, kernel, start and end in seconds
 
 
 @dataclass(frozen=True)
-class Seen:
-    """By the names of instructions, the seconds of each and how often it ran; the seconds in which the device worked at
-    all; and the whole time."""
+class DeviceActivity:
+    """Seconds and number of runs by name of instruction, the device's busy seconds, and the whole time."""
 
     seconds: dict[str, float]
     runs: dict[str, int]
@@ -27,28 +26,32 @@ class Seen:
 
     @property
     def idle_s(self) -> float:
-        """Between the first piece of work and the last, the time without any."""
+        """The time without work between the first event and the last."""
         return max(0.0, self.whole_s - self.busy_s)
 
 
-def watch(work: Callable[[], Any], device: jax.Device) -> Seen:
-    """Does `work` under the profiler and tells what the device did."""
+def profile_device(work: Callable[[], Any], device: jax.Device) -> DeviceActivity:
+    """Run `work` under the profiler and return what the device did.
+
+    Raises:
+        UserError: the profiler recorded nothing.
+    """
     with tempfile.TemporaryDirectory(prefix="podscale-trace-") as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(work())
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         if not files:
             raise UserError("jax.profiler wrote no trace; it cannot be told where the time went")
-        return seen(_events(ProfileData.from_file(str(files[0])), device))
+        return summarize_events(_read_events(ProfileData.from_file(str(files[0])), device))
 
 
-def _events(data: ProfileData, device: jax.Device) -> Iterable[Piece]:
-    """Every piece of the device's work."""
-    wanted = (
+def _read_events(data: ProfileData, device: jax.Device) -> Iterable[DeviceEvent]:
+    """Yield every event of the device's work."""
+    plane_name = (
         "/host:CPU" if device.platform == "cpu" else f"/device:{device.platform.upper()}:{device.local_hardware_id}"
     )
     for plane in data.planes:
-        if plane.name != wanted:
+        if plane.name != plane_name:
             continue
         for line in plane.lines:
             for event in line.events:
@@ -57,16 +60,17 @@ def _events(data: ProfileData, device: jax.Device) -> Iterable[Piece]:
                     yield str(name), event.name, event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
 
 
-def seen(pieces: Iterable[Piece]) -> Seen:
-    """Sums over pieces of work; where several overlap, the device is busy once.
+def summarize_events(events: Iterable[DeviceEvent]) -> DeviceActivity:
+    """Sum over events; where several overlap, the device counts as busy once.
 
-    An instruction may be several kernels, each of which runs as often as it does.
+    An instruction may consist of several kernels, each of which runs as often as the instruction.
 
-    >>> found = seen([("a", "k1", 0.0, 2.0), ("a", "k2", 1.0, 3.0), ("b", "k3", 5.0, 6.0), ("b", "k3", 6.0, 7.0)])
-    >>> found.seconds, found.runs, found.busy_s, found.whole_s, found.idle_s
+    >>> events = [("a", "k1", 0.0, 2.0), ("a", "k2", 1.0, 3.0), ("b", "k3", 5.0, 6.0), ("b", "k3", 6.0, 7.0)]
+    >>> activity = summarize_events(events)
+    >>> activity.seconds, activity.runs, activity.busy_s, activity.whole_s, activity.idle_s
     ({'a': 4.0, 'b': 2.0}, {'a': 1, 'b': 2}, 5.0, 7.0, 2.0)
     """
-    ordered = sorted(pieces, key=lambda piece: piece[2])
+    ordered = sorted(events, key=lambda event: event[2])
     if not ordered:
         raise UserError("the profiler saw no work of this device; it cannot be told where the time went")
     seconds: dict[str, float] = defaultdict(float)
@@ -78,4 +82,4 @@ def seen(pieces: Iterable[Piece]) -> Seen:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     runs = {name: min(counts.values()) for name, counts in kernels.items()}
-    return Seen(dict(seconds), runs, busy, until - ordered[0][2])
+    return DeviceActivity(dict(seconds), runs, busy, until - ordered[0][2])
