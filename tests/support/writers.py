@@ -1,4 +1,4 @@
-"""Writers of the containers that podscale reads, none of which shares code with it."""
+"""Writers of the containers that podscale reads. None of them shares code with podscale."""
 
 import io
 import itertools
@@ -21,7 +21,8 @@ CLASSES = ("ant", "bee", "cat")
 SPLITS = ("train", "val")
 
 
-def picture(seed, extension="jpg", **options):
+def make_image(seed, extension="jpg", **options):
+    """Return an encoded image of random pixels and random size."""
     rng = np.random.default_rng(seed)
     width, height = (int(side) for side in rng.integers(5, 40, 2))
     file = io.BytesIO()
@@ -30,32 +31,34 @@ def picture(seed, extension="jpg", **options):
     return file.getvalue()
 
 
-def turned(seed):
-    """A JPEG that lies on its side."""
+def make_rotated_image(seed):
+    """Return a JPEG whose EXIF orientation turns it by 90 degrees."""
     exif = Image.Exif()
     exif[274] = 6
-    return picture(seed, exif=exif)
+    return make_image(seed, exif=exif)
 
 
-def samples(split, per_class=4):
-    """(label, name, bytes) of a split, in the order of a folder."""
-    found = []
+def make_samples(split, per_class=4):
+    """Return (label, name, bytes) of a split's samples, in the order of an image folder."""
+    samples = []
     for label in range(len(CLASSES)):
         for i in range(per_class if split == "train" else 2):
             seed = 1000 * (split == "val") + 100 * label + i
             extension = ("jpg", "png", "webp")[i % 3]
-            found.append((label, f"{i:02}.{extension}", turned(seed) if i == 3 else picture(seed, extension)))
-    return found
+            samples.append(
+                (label, f"{i:02}.{extension}", make_rotated_image(seed) if i == 3 else make_image(seed, extension))
+            )
+    return samples
 
 
-def old(path):
-    """Backdates everything below a folder: what has just changed is not kept."""
-    for found in [path, *Path(path).rglob("*")]:
-        os.utime(found, (1_600_000_000, 1_600_000_000))
+def backdate(path):
+    """Backdate everything below a folder: the index of data that has just changed is not stored."""
+    for entry in [path, *Path(path).rglob("*")]:
+        os.utime(entry, (1_600_000_000, 1_600_000_000))
 
 
-def cut(items, shards=2):
-    """Consecutive parts."""
+def split_evenly(items, shards=2):
+    """Split items into consecutive parts of about equal length."""
     edges = np.linspace(0, len(items), shards + 1).astype(int)
     return [items[start:stop] for start, stop in itertools.pairwise(edges)]
 
@@ -65,7 +68,7 @@ def cut(items, shards=2):
 
 def write_folder(root):
     for split in SPLITS:
-        for label, name, data in samples(split):
+        for label, name, data in make_samples(split):
             path = root / split / CLASSES[label] / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
@@ -75,7 +78,7 @@ def write_folder(root):
 # --- tar -----------------------------------------------------------------------------------------------------------
 
 
-def add(tar, name, data, **attributes):
+def add_member(tar, name, data, **attributes):
     member = tarfile.TarInfo(name)
     member.size = len(data)
     for key, value in attributes.items():
@@ -84,25 +87,25 @@ def add(tar, name, data, **attributes):
 
 
 def write_tar(root, style="folders", form=tarfile.GNU_FORMAT, name="{split}-{shard:03}.tar"):
-    """Shards whose labels are folders, .cls or .json members."""
+    """Write shards whose labels are folders, .cls or .json members."""
     root.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        for shard, part in enumerate(cut(samples(split))):
+        for shard, part in enumerate(split_evenly(make_samples(split))):
             path = root / name.format(split=split, shard=shard)
             path.parent.mkdir(exist_ok=True)
             with tarfile.open(path, "w", format=form) as tar:
                 for label, file, data in part:
                     key, extension = f"{CLASSES[label]}/{file}".split(".")
                     if style == "folders":
-                        add(tar, f"{key}.{extension}", data)
+                        add_member(tar, f"{key}.{extension}", data)
                         continue
                     key = key.replace("/", "-")
-                    add(tar, f"{key}.{extension}", data)
-                    add(tar, f"{key}.seg.png", b"not a picture")
+                    add_member(tar, f"{key}.{extension}", data)
+                    add_member(tar, f"{key}.seg.png", b"not an image")
                     if style == "cls":
-                        add(tar, f"{key}.cls", str(label).encode())
+                        add_member(tar, f"{key}.cls", str(label).encode())
                     else:
-                        add(tar, f"{key}.json", json.dumps({"label": label, "from": "a test"}).encode())
+                        add_member(tar, f"{key}.json", json.dumps({"label": label, "from": "a test"}).encode())
     if style != "folders":
         (root / "classes.txt").write_text("\n".join(CLASSES) + "\n")
     return root
@@ -111,7 +114,7 @@ def write_tar(root, style="folders", form=tarfile.GNU_FORMAT, name="{split}-{sha
 # --- tfrecord ------------------------------------------------------------------------------------------------------
 
 
-def crc32c(data):
+def compute_crc32c(data):
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -120,41 +123,44 @@ def crc32c(data):
     return crc ^ 0xFFFFFFFF
 
 
-def masked(data):
-    crc = crc32c(data)
+def encode_masked_crc(data):
+    crc = compute_crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32)
 
 
-def varint(number):
+def encode_varint(number):
     out = b""
     while number > 127:
         out, number = out + bytes([number % 128 + 128]), number // 128
     return out + bytes([number])
 
 
-def field(number, content):
-    return varint(number << 3 | 2) + varint(len(content)) + content
+def encode_field(number, content):
+    return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
 
 
-def feature(value, packed=True):
+def encode_feature(value, packed=True):
     if isinstance(value, bytes):
-        return field(1, field(1, value))
-    number = varint(value % 2**64)
-    return field(3, field(1, number) if packed else varint(1 << 3) + number)
+        return encode_field(1, encode_field(1, value))
+    number = encode_varint(value % 2**64)
+    return encode_field(3, encode_field(1, number) if packed else encode_varint(1 << 3) + number)
 
 
-def example(features, packed=True):
-    entries = (field(1, key.encode()) + field(2, feature(value, packed)) for key, value in features.items())
-    return field(1, b"".join(field(1, entry) for entry in entries))
+def encode_example(features, packed=True):
+    entries = (
+        encode_field(1, key.encode()) + encode_field(2, encode_feature(value, packed))
+        for key, value in features.items()
+    )
+    return encode_field(1, b"".join(encode_field(1, entry) for entry in entries))
 
 
-def record(message):
+def encode_record(message):
     length = struct.pack("<Q", len(message))
-    return length + masked(length) + message + struct.pack("<I", 0)
+    return length + encode_masked_crc(length) + message + struct.pack("<I", 0)
 
 
-def imagenet_example(label, name, data, **options):
-    return example(
+def encode_imagenet_example(label, name, data, **options):
+    return encode_example(
         {
             "image/height": 7,
             "image/colorspace": b"RGB",
@@ -169,23 +175,25 @@ def imagenet_example(label, name, data, **options):
 
 
 def write_tfrecord(root, folders=False, packed=True):
-    for split, word in zip(SPLITS, ("train", "validation"), strict=True):
-        for shard, part in enumerate(cut(samples(split))):
-            path = root / (word if folders else ".") / f"{word}-{shard:05}-of-00002"
+    for split, prefix in zip(SPLITS, ("train", "validation"), strict=True):
+        for shard, part in enumerate(split_evenly(make_samples(split))):
+            path = root / (prefix if folders else ".") / f"{prefix}-{shard:05}-of-00002"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"".join(record(imagenet_example(*sample, packed=packed)) for sample in part))
+            path.write_bytes(
+                b"".join(encode_record(encode_imagenet_example(*sample, packed=packed)) for sample in part)
+            )
     return root
 
 
 # --- parquet -------------------------------------------------------------------------------------------------------
 
 
-def parquet_table(part, plain=False, named=True):
-    pictures = [data if plain else {"bytes": data, "path": name} for _, name, data in part]
+def make_parquet_table(part, plain=False, named=True):
+    images = [data if plain else {"bytes": data, "path": name} for _, name, data in part]
     kind = pyarrow.binary() if plain else pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     table = pyarrow.table(
         {
-            "image": pyarrow.array(pictures, kind),
+            "image": pyarrow.array(images, kind),
             "label": pyarrow.array([label for label, _, _ in part], pyarrow.int64()),
         }
     )
@@ -197,7 +205,9 @@ def parquet_table(part, plain=False, named=True):
 def write_parquet(root, plain=False, named=True, **options):
     root.mkdir(parents=True, exist_ok=True)
     options = {"compression": {"label": "snappy"}, "use_dictionary": ["label"], "row_group_size": 3} | options
-    for split, word in zip(SPLITS, ("train", "validation"), strict=True):
-        for shard, part in enumerate(cut(samples(split))):
-            parquet.write_table(parquet_table(part, plain, named), root / f"{word}-{shard:05}.parquet", **options)
+    for split, prefix in zip(SPLITS, ("train", "validation"), strict=True):
+        for shard, part in enumerate(split_evenly(make_samples(split))):
+            parquet.write_table(
+                make_parquet_table(part, plain, named), root / f"{prefix}-{shard:05}.parquet", **options
+            )
     return root

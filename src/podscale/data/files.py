@@ -1,7 +1,7 @@
-"""Files: the bytes of a table's samples, from loose files or out of containers that stay open.
+"""Read the bytes of a table's samples, from loose files or from containers that stay open.
 
-Nothing read here is trusted: a file that is not as long as the table says, or a range that leaves its container, is
-refused in one sentence that says what to do.
+Nothing read here is trusted: a file whose length differs from the table, or a range that exceeds its container, raises
+a one-sentence `UserError` that says what to do.
 """
 
 import errno
@@ -22,132 +22,142 @@ from podscale.data.index.table import Strings, Table
 from podscale.errors import UserError
 
 THREADS = 16  # they mostly wait for the disk
-PICTURES_PER_TASK = 256
-# What the scan of a data set tells: what is being counted, how many are done, and of how many.
+IMAGES_PER_TASK = 256
+# Called during a scan of a data set with (unit that is counted, number done, total number).
 Progress = Callable[[str, int, int], None]
 
 
 class Files:
-    """Reads the samples of a table whose places are below `root`: folders, or containers if `packed`.
+    """Reader of the samples of a table whose paths are below `root`: class folders, or container files if `packed`.
 
-    Containers are opened when first needed and closed when this object is gone, so it must outlive the use of the
-    descriptors that `sources` gives out.
+    Containers are opened on first use and closed when this object is garbage collected, so it must outlive the use of
+    the descriptors that `locate_bytes` returns.
     """
 
     def __init__(self, root: str, table: Table, packed: bool) -> None:
         self.root, self.table, self.packed = root, table, packed
-        self._opened: dict[int, tuple[int, int]] = {}  # place -> descriptor, bytes of the container
+        self._containers: dict[int, tuple[int, int]] = {}  # index in table.paths -> descriptor, size in bytes
         self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._opened).atexit = False  # threads may still read when the process ends
+        # Not at exit: threads may still read when the process ends.
+        weakref.finalize(self, _close_containers, self._containers).atexit = False
 
     def name(self, sample: int) -> str:
-        """The file's path; in a container its path and what the sample is called there, or where it is."""
-        place = self._place(int(self.table.files[sample]))
+        """Return the file's path; in a container, its path and the sample's name there, or its offset."""
+        path = self._join_root(int(self.table.files[sample]))
         if len(self.table.names):
-            return os.path.join(place, self.table.names[sample])
-        return f"{place} at byte {self.table.offsets[sample]}"
+            return os.path.join(path, self.table.names[sample])
+        return f"{path} at byte {self.table.offsets[sample]}"
 
     def read(self, sample: int) -> bytes:
-        """A sample's bytes."""
+        """Return a sample's encoded bytes."""
         length = int(self.table.lengths[sample])
         if self.packed:
-            (descriptor,), offsets, _ = self.sources(np.array([sample]))
+            (descriptor,), offsets, _ = self.locate_bytes(np.array([sample]))
             return self._read_range(int(descriptor), int(offsets[0]), length, sample)
-        path = self._path(sample)
+        path = self._get_file_path(sample)
         try:
             with open(path, "rb") as file:
-                found = os.fstat(file.fileno()).st_size
-                if found == length:
+                size = os.fstat(file.fileno()).st_size
+                if size == length:
                     return file.read(length)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}; replace or remove it") from error
         raise UserError(
-            f"cannot read {path}: it has {found} bytes but had {length} when it was indexed; "
+            f"cannot read {path}: it has {size} bytes but had {length} when it was indexed; "
             "put the old file back, or touch its folder to have it indexed again"
         )
 
-    def sources(self, samples: NDArray[np.integer]) -> tuple[list[str | int], NDArray[np.int64], NDArray[np.int64]]:
-        """For each sample a path, or the descriptor of an open container, and its bytes there: offsets and lengths."""
+    def locate_bytes(
+        self, samples: NDArray[np.integer]
+    ) -> tuple[list[str | int], NDArray[np.int64], NDArray[np.int64]]:
+        """Return each sample's source (a path, or the descriptor of an open container), its offset and its length."""
         offsets, lengths = self.table.offsets[samples], self.table.lengths[samples]
         if not self.packed:
-            return [self._path(sample) for sample in samples.tolist()], offsets, lengths
-        opened = [self._container(place) for place in self.table.files[samples].tolist()]
-        past = np.flatnonzero(offsets + lengths > np.array([size for _, size in opened], np.int64))
-        if len(past):
-            raise self._shorter(int(samples[past[0]]))
-        return [descriptor for descriptor, _ in opened], offsets, lengths
+            return [self._get_file_path(sample) for sample in samples.tolist()], offsets, lengths
+        containers = [self._open(number) for number in self.table.files[samples].tolist()]
+        out_of_bounds = np.flatnonzero(offsets + lengths > np.array([size for _, size in containers], np.int64))
+        if len(out_of_bounds):
+            raise self._make_truncation_error(int(samples[out_of_bounds[0]]))
+        return [descriptor for descriptor, _ in containers], offsets, lengths
 
     def measure(self, progress: Progress | None = None) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Sizes [n, 2] and bytes [n] of all samples, by their headers, in parallel; refuses what is no picture."""
+        """Read all image headers in parallel.
+
+        Returns:
+            Width and height of each sample, int32 [n, 2], and its encoded bytes, int64 [n].
+
+        Raises:
+            UserError: a sample is not an image.
+        """
         n = len(self.table)
         sizes, lengths = np.zeros((n, 2), np.int32), np.array(self.table.lengths, np.int64)
 
-        def part(start: int) -> int:
-            stop = min(start + PICTURES_PER_TASK, n)
+        def measure_range(start: int) -> int:
+            stop = min(start + IMAGES_PER_TASK, n)
             for sample in range(start, stop):
                 sizes[sample], lengths[sample] = self._measure_one(sample)
             return stop - start
 
         done = 0
         with ThreadPoolExecutor(THREADS, "podscale-header") as pool:
-            for count in pool.map(part, range(0, n, PICTURES_PER_TASK)):
+            for count in pool.map(measure_range, range(0, n, IMAGES_PER_TASK)):
                 done += count
                 if progress is not None:
-                    progress("pictures", done, n)
+                    progress("images", done, n)
         return sizes, lengths
 
     def _measure_one(self, sample: int) -> tuple[tuple[int, int], int]:
         name = self.name(sample)
         if self.packed:
-            (descriptor,), offsets, lengths = self.sources(np.array([sample]))
+            (descriptor,), offsets, lengths = self.locate_bytes(np.array([sample]))
             window = _Window(int(descriptor), int(offsets[0]), int(lengths[0]))
             header = decode.read_header(io.BufferedReader(window, 4096), name)
             return (header.width, header.height), int(lengths[0])
         try:
-            with open(self._path(sample), "rb") as file:
+            with open(self._get_file_path(sample), "rb") as file:
                 header = decode.read_header(file, name)
                 return (header.width, header.height), os.fstat(file.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read {name}: {error.strerror}; replace or remove it") from error
 
-    def _path(self, sample: int) -> str:
-        """A loose file's path. What a stored table calls a file in a folder never leads out of it."""
-        place, name = self.table.places[self.table.files[sample]], self.table.names[sample]
-        if (place and "/" in name) or "\0" in name:
+    def _get_file_path(self, sample: int) -> str:
+        """Return a loose file's path. A name in a stored table must not lead out of its folder."""
+        folder, name = self.table.paths[self.table.files[sample]], self.table.names[sample]
+        if (folder and "/" in name) or "\0" in name:
             raise UserError(f"the index of {self.root} names a file {name!r}; remove the index")
-        return os.path.join(self.root, place, name)
+        return os.path.join(self.root, folder, name)
 
-    def _place(self, place: int) -> str:
-        found = self.table.places[place]
-        return os.path.join(self.root, os.path.normpath(found) if found else "")
+    def _join_root(self, number: int) -> str:
+        path = self.table.paths[number]
+        return os.path.join(self.root, os.path.normpath(path) if path else "")
 
-    def _container(self, place: int) -> tuple[int, int]:
+    def _open(self, number: int) -> tuple[int, int]:
         with self._lock:
-            if place not in self._opened:
-                descriptor = _open(self._place(place))
-                self._opened[place] = descriptor, os.fstat(descriptor).st_size
-            return self._opened[place]
+            if number not in self._containers:
+                descriptor = _open_container(self._join_root(number))
+                self._containers[number] = descriptor, os.fstat(descriptor).st_size
+            return self._containers[number]
 
     def _read_range(self, descriptor: int, offset: int, length: int, sample: int) -> bytes:
         data = os.pread(descriptor, length, offset)
-        while len(data) < length:  # the kernel gives at most 2 GiB at once
+        while len(data) < length:  # the kernel returns at most 2 GiB per call
             more = os.pread(descriptor, length - len(data), offset + len(data))
             if not more:
-                raise self._shorter(sample)
+                raise self._make_truncation_error(sample)
             data += more
         return data
 
-    def _shorter(self, sample: int) -> UserError:
-        place = self._place(int(self.table.files[sample]))
-        return UserError(f"{place} is shorter than when it was indexed; write it whole and start again")
+    def _make_truncation_error(self, sample: int) -> UserError:
+        path = self._join_root(int(self.table.files[sample]))
+        return UserError(f"{path} is shorter than when it was indexed; write it whole and start again")
 
 
 class _Window(io.RawIOBase):
-    """A range of an open file as a file of its own."""
+    """A byte range of an open file, presented as a file."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
-        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
+        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -156,22 +166,22 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if origin + offset < 0:
-            raise ValueError("a place before the start")
-        self._at = origin + offset
-        return self._at
+            raise ValueError("a position before the start")
+        self._position = origin + offset
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        count = max(min(len(buffer), self._length - self._at), 0)
-        data = os.pread(self._descriptor, count, self._offset + self._at)
+        count = max(min(len(buffer), self._length - self._position), 0)
+        data = os.pread(self._descriptor, count, self._offset + self._position)
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
 
-def loose(paths: Sequence[str]) -> Files:
-    """Files anywhere, of no class, not yet measured."""
+def open_loose_files(paths: Sequence[str]) -> Files:
+    """Return files at any paths, without labels, not yet measured."""
     n = len(paths)
     zeros = np.zeros(n, np.int64)
     table = Table(
@@ -180,18 +190,18 @@ def loose(paths: Sequence[str]) -> Files:
         zeros.astype(np.int32),
         zeros,
         zeros,
-        Strings.of(paths),
+        Strings.from_names(paths),
         ("",),
     )
     return Files("", table, packed=False)
 
 
-def _open(path: str) -> int:
+def _open_container(path: str) -> int:
     try:
         try:
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno != errno.EMFILE or not _more_descriptors():
+            if error.errno != errno.EMFILE or not _raise_descriptor_limit():
                 raise
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -199,8 +209,12 @@ def _open(path: str) -> int:
         raise UserError(f"cannot open {path}: {error.strerror}; {hint}") from error
 
 
-def _more_descriptors() -> bool:
-    """Raises this process's limit on open files as far as it may; a data set of many containers needs one each."""
+def _raise_descriptor_limit() -> bool:
+    """Raise this process's limit on open files to its maximum: each container of a data set needs a descriptor.
+
+    Returns:
+        Whether the limit could be raised.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False
@@ -208,6 +222,6 @@ def _more_descriptors() -> bool:
     return True
 
 
-def _close(opened: dict[int, tuple[int, int]]) -> None:
-    for descriptor, _ in opened.values():
+def _close_containers(containers: dict[int, tuple[int, int]]) -> None:
+    for descriptor, _ in containers.values():
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The index of a data set is scanned once, kept, and renewed when the data changes."""
+"""The index of a data set is scanned once, stored, and renewed when the data changes."""
 
 import os
 import resource
@@ -6,133 +6,134 @@ import threading
 from pathlib import Path
 
 import pytest
-from data.index.test_table import same
 from support import writers
+from support.tables import is_same_table
 
 from podscale.data import decode
 from podscale.data.index import catalog
-from podscale.data.index.dataset import files_index, open_index
-from podscale.data.index.table import Strings, Table, Tables, load, save
+from podscale.data.index.dataset import index_files, open_index
+from podscale.data.index.table import Strings, Table, Tables, load_tables, save_tables
 from podscale.errors import UserError
 from podscale.recipe import Data
 
 
-class Scans:
-    """Counts what is really looked at."""
+class HeaderCounter:
+    """Counts the image headers that are read."""
 
     def __init__(self, monkeypatch):
-        self.pictures, self.lock = 0, threading.Lock()
-        real = decode.read_header
+        self.images, self.lock = 0, threading.Lock()
+        read_header = decode.read_header
 
-        def counted(file, name):
+        def count_and_read(file, name):
             with self.lock:
-                self.pictures += 1
-            return real(file, name)
+                self.images += 1
+            return read_header(file, name)
 
-        monkeypatch.setattr(decode, "read_header", counted)
+        monkeypatch.setattr(decode, "read_header", count_and_read)
 
-    def taken(self):
-        found, self.pictures = self.pictures, 0
-        return found
+    def reset(self):
+        """Return the number of headers read since the last call."""
+        count, self.images = self.images, 0
+        return count
 
 
 @pytest.fixture
-def scans(monkeypatch, tmp_path):
+def headers(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return Scans(monkeypatch)
+    return HeaderCounter(monkeypatch)
 
 
 KINDS = [("folder", writers.write_folder), ("tar", writers.write_tar), ("tfrecord", writers.write_tfrecord)]
 
 
-def opened(kind, root, **options):
+def open_data_set(kind, root, **options):
     return open_index(Data(source=kind, path=str(root)), **options)
 
 
 @pytest.mark.parametrize(("kind", "write"), KINDS)
-def test_pictures_are_looked_at_once(tmp_path, scans, kind, write):
+def test_image_headers_are_read_once(tmp_path, headers, kind, write):
     root = write(tmp_path / "data")
-    writers.old(root)
-    first = opened(kind, root)
-    assert scans.taken() == 18
-    again = opened(kind, root)
-    assert scans.taken() == 0
+    writers.backdate(root)
+    first = open_data_set(kind, root)
+    assert headers.reset() == 18
+    again = open_data_set(kind, root)
+    assert headers.reset() == 0
     assert first.classes == again.classes
     for split in writers.SPLITS:
         ours, theirs = getattr(first, split), getattr(again, split)
-        assert same(ours.files.table, theirs.files.table)
+        assert is_same_table(ours.files.table, theirs.files.table)
         assert [ours.read(i) for i in range(6)] == [theirs.read(i) for i in range(6)]
         assert [ours.name(i) for i in range(6)] == [theirs.name(i) for i in range(6)]
-    (kept,) = (tmp_path / "cache" / "podscale" / "index").iterdir()
-    content = kept.read_bytes()
-    kept.write_bytes(content[:-1] + b"\1")
-    opened(kind, root)
-    assert scans.taken() == 18  # damaged: scanned, and written again
-    assert kept.read_bytes() == content
+    (stored,) = (tmp_path / "cache" / "podscale" / "index").iterdir()
+    content = stored.read_bytes()
+    stored.write_bytes(content[:-1] + b"\1")
+    open_data_set(kind, root)
+    assert headers.reset() == 18  # damaged: scanned, and written again
+    assert stored.read_bytes() == content
 
 
-def test_what_has_just_changed_is_not_kept(tmp_path, scans):
+def test_index_of_data_that_has_just_changed_is_not_stored(tmp_path, headers):
     root = writers.write_folder(tmp_path / "data")
-    opened("folder", root)
-    opened("folder", root)
-    assert scans.taken() == 36
+    open_data_set("folder", root)
+    open_data_set("folder", root)
+    assert headers.reset() == 36
 
 
-def grown(root, kind):
+def add_sample(root, kind):
     if kind == "folder":
-        (root / "train" / "ant" / "new.jpg").write_bytes(writers.picture(0))
+        (root / "train" / "ant" / "new.jpg").write_bytes(writers.make_image(0))
     else:
         shard = sorted(root.glob("train-*"))[-1]
         sorted(root.glob("train-*"))[0].replace(shard)
 
 
-def shrunk(root, kind):
+def remove_sample(root, kind):
     (root / "train" / "ant" / "00.jpg" if kind == "folder" else sorted(root.glob("train-*"))[0]).unlink()
 
 
-def renamed(root, kind):
+def rename_sample(root, kind):
     path = root / "train" / "ant" / "00.jpg" if kind == "folder" else sorted(root.glob("train-*"))[0]
     path.rename(path.with_name("train-00009-of-00010.tar" if kind != "folder" else "09.jpg"))
 
 
-def touched(root, kind):
+def touch_container(root, kind):
     (root / "val" / "cat" if kind == "folder" else sorted(root.glob("val*"))[0]).touch()
 
 
-@pytest.mark.parametrize("change", [grown, shrunk, renamed, touched])
+@pytest.mark.parametrize("change", [add_sample, remove_sample, rename_sample, touch_container])
 @pytest.mark.parametrize(("kind", "write"), KINDS)
-def test_data_that_changes_is_scanned_again(tmp_path, scans, kind, write, change):
+def test_changed_data_is_scanned_again(tmp_path, headers, kind, write, change):
     root = write(tmp_path / "data")
-    writers.old(root)
-    opened(kind, root)
-    scans.taken()
+    writers.backdate(root)
+    open_data_set(kind, root)
+    headers.reset()
     change(root, kind)
     try:
-        opened(kind, root)
+        open_data_set(kind, root)
     except UserError:
-        assert change is not touched  # classes that are missing, or a shard of another form
+        assert change is not touch_container  # missing classes, or a shard of another format
     else:
-        assert scans.taken() > 0
+        assert headers.reset() > 0
 
 
-def test_a_list_of_classes_that_changes_is_read_again(tmp_path, scans):
+def test_a_changed_class_list_is_read_again(tmp_path, headers):
     root = writers.write_tar(tmp_path / "data", style="cls")
-    writers.old(root)
-    assert opened("tar", root).classes == writers.CLASSES
+    writers.backdate(root)
+    assert open_data_set("tar", root).classes == writers.CLASSES
     (root / "classes.txt").write_text("x\ny\nz\n")
-    writers.old(root)
-    assert opened("tar", root).classes == ("x", "y", "z")
+    writers.backdate(root)
+    assert open_data_set("tar", root).classes == ("x", "y", "z")
 
 
-def test_a_picture_overwritten_in_place_is_noticed_when_it_is_read(tmp_path, scans):
+def test_an_image_overwritten_in_place_is_detected_when_it_is_read(tmp_path, headers):
     root = writers.write_folder(tmp_path / "data")
-    writers.old(root)
+    writers.backdate(root)
     path = root / "train" / "ant" / "00.jpg"
     before = len(path.read_bytes())
     path.write_bytes(path.read_bytes() + b"x")
-    index = opened("folder", root).train
+    index = open_data_set("folder", root).train
     assert index.read(0) == path.read_bytes()
-    path.write_bytes(writers.picture(77))
+    path.write_bytes(writers.make_image(77))
     now = len(path.read_bytes())
     with pytest.raises(UserError) as error:
         index.read(0)
@@ -140,112 +141,110 @@ def test_a_picture_overwritten_in_place_is_noticed_when_it_is_read(tmp_path, sca
         f"cannot read {path}: it has {now} bytes but had {before + 1} when it was indexed; "
         "put the old file back, or touch its folder to have it indexed again"
     )
-    scans.taken()
+    headers.reset()
     path.parent.touch()
-    assert opened("folder", root).train.read(0) == path.read_bytes()
-    assert scans.taken() == 18
+    assert open_data_set("folder", root).train.read(0) == path.read_bytes()
+    assert headers.reset() == 18
 
 
-def test_without_a_cache_folder_the_index_is_made_in_memory(tmp_path, scans, monkeypatch):
+def test_without_a_cache_folder_the_index_stays_in_memory(tmp_path, headers, monkeypatch):
     (tmp_path / "cache").write_text("a file, not a folder")
     root = writers.write_folder(tmp_path / "data")
-    writers.old(root)
+    writers.backdate(root)
     for _ in range(2):
-        assert len(opened("folder", root).train) == 12
-        assert scans.taken() == 18
+        assert len(open_data_set("folder", root).train) == 12
+        assert headers.reset() == 18
 
 
-def test_the_cache_is_in_the_home_folder_by_default(tmp_path, scans, monkeypatch):
+def test_default_cache_is_in_the_home_folder(tmp_path, headers, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     root = writers.write_folder(tmp_path / "data")
-    writers.old(root)
+    writers.backdate(root)
     for relative in ("", "not/absolute"):
         monkeypatch.setenv("XDG_CACHE_HOME", relative)
-        opened("folder", root)
-    assert scans.taken() == 18
+        open_data_set("folder", root)
+    assert headers.reset() == 18
     assert len(list((tmp_path / "home" / ".cache" / "podscale" / "index").iterdir())) == 1
 
 
 @pytest.mark.parametrize(("kind", "write"), KINDS)
-def test_an_index_beside_the_data_travels_with_it(tmp_path, scans, kind, write):
+def test_an_index_beside_the_data_is_valid_after_a_move(tmp_path, headers, kind, write):
     root = write(tmp_path / "data")
     assert catalog.store_beside(kind, root) == root / ".podscale-index"
-    scans.taken()
-    expected = [data for _, _, data in writers.samples("train")]
-    index = opened(kind, root).train
-    assert scans.taken() == 0
+    headers.reset()
+    expected = [data for _, _, data in writers.make_samples("train")]
+    index = open_data_set(kind, root).train
+    assert headers.reset() == 0
     assert [index.read(i) for i in range(12)] == expected
     moved = root.rename(tmp_path / "moved")
     if kind != "folder":
-        writers.old(moved)  # copied by something that does not keep times
-    index = opened(kind, moved).train
+        writers.backdate(moved)  # as after a copy that does not preserve times
+    index = open_data_set(kind, moved).train
     assert [index.read(i) for i in range(12)] == expected
-    assert scans.taken() == 0
+    assert headers.reset() == 0
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_index_beside_the_data_cannot_lead_elsewhere(tmp_path, scans):
+def test_paths_in_an_index_beside_the_data_cannot_lead_elsewhere(tmp_path, headers):
     root = writers.write_tar(tmp_path / "data")
     path = catalog.store_beside("tar", root)
-    kept = load(path)
-    for places in (("/etc/passwd", kept.train.places[1]), ("../x", kept.train.places[1])):
-        bad = Table(**{**vars(kept.train), "places": places})
-        save(path, Tables(kept.kind, kept.fingerprint, kept.classes, bad, kept.val))
-        scans.taken()
-        assert opened("tar", root).train.name(0).startswith(str(root))
-        assert scans.taken() == 18
-    save(path, Tables("folder", kept.fingerprint, kept.classes, kept.train, kept.val))
-    opened("tar", root)
-    assert scans.taken() == 18
+    stored = load_tables(path)
+    for paths in (("/etc/passwd", stored.train.paths[1]), ("../x", stored.train.paths[1])):
+        bad = Table(**{**vars(stored.train), "paths": paths})
+        save_tables(path, Tables(stored.kind, stored.fingerprint, stored.classes, bad, stored.val))
+        headers.reset()
+        assert open_data_set("tar", root).train.name(0).startswith(str(root))
+        assert headers.reset() == 18
+    save_tables(path, Tables("folder", stored.fingerprint, stored.classes, stored.train, stored.val))
+    open_data_set("tar", root)
+    assert headers.reset() == 18
 
 
-def test_a_name_beside_the_data_cannot_lead_elsewhere(tmp_path, scans):
+def test_names_in_an_index_beside_the_data_cannot_lead_elsewhere(tmp_path, headers):
     root = writers.write_folder(tmp_path / "data")
-    kept = load(catalog.store_beside("folder", root))
-    names = Strings.of(["../../../secret.jpg"] * len(kept.train))
-    bad = Table(**{**vars(kept.train), "names": names})
-    save(root / ".podscale-index", Tables(kept.kind, kept.fingerprint, kept.classes, bad, kept.val))
-    index = opened("folder", root).train
-    for use in (index.read, lambda i: index.sources([i])):
+    stored = load_tables(catalog.store_beside("folder", root))
+    names = Strings.from_names(["../../../secret.jpg"] * len(stored.train))
+    bad = Table(**{**vars(stored.train), "names": names})
+    save_tables(root / ".podscale-index", Tables(stored.kind, stored.fingerprint, stored.classes, bad, stored.val))
+    index = open_data_set("folder", root).train
+    for access in (index.read, lambda i: index.locate_bytes([i])):
         with pytest.raises(UserError, match=r"names a file '../../../secret.jpg'; remove the index"):
-            use(0)
+            access(0)
 
 
-def test_processes_that_scan_at_once_do_not_disturb_each_other(tmp_path, scans):
+def test_concurrent_scans_give_the_same_index(tmp_path, headers):
     root = writers.write_tar(tmp_path / "data")
-    writers.old(root)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(opened("tar", root))) for _ in range(6)]
+    writers.backdate(root)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(open_data_set("tar", root))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 6
-    assert all(same(each.train.files.table, found[0].train.files.table) for each in found)
+    assert len(results) == 6
+    assert all(is_same_table(each.train.files.table, results[0].train.files.table) for each in results)
     assert len(list((tmp_path / "cache" / "podscale" / "index").iterdir())) == 1
 
 
 @pytest.mark.parametrize(("kind", "write"), KINDS)
-def test_progress_counts_to_the_end(tmp_path, scans, kind, write):
+def test_progress_counts_to_the_end(tmp_path, headers, kind, write):
     root = write(tmp_path / "data")
-    told = []
-    opened(kind, root, progress=lambda *words: told.append(words))
-    places = ("folders", 6) if kind == "folder" else ("files", 4)
-    assert [words for words in told if words[0] == places[0]] == [
-        (places[0], i + 1, places[1]) for i in range(places[1])
-    ]
-    assert told[-1] == ("pictures", 18, 18)
+    calls = []
+    open_data_set(kind, root, progress=lambda *arguments: calls.append(arguments))
+    unit, count = ("folders", 6) if kind == "folder" else ("files", 4)
+    assert [call for call in calls if call[0] == unit] == [(unit, i + 1, count) for i in range(count)]
+    assert calls[-1] == ("images", 18, 18)
 
 
-def test_containers_beyond_the_limit_of_open_files_raise_it(tmp_path, scans):
+def test_the_limit_of_open_files_is_raised_for_many_containers(tmp_path, headers):
     root = writers.write_tar(tmp_path / "data")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    index = opened("tar", root).train
+    index = open_data_set("tar", root).train
     index = type(index)(index.labels, index.sizes, files=type(index.files)(str(root), index.files.table, True))
     used = len(os.listdir("/proc/self/fd"))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
-        sources, _, _ = index.sources(range(12))
+        sources, _, _ = index.locate_bytes(range(12))
         assert len(set(sources)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -255,8 +254,8 @@ def test_loose_files_may_be_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.png", "deep/b.png"):
         Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_bytes(writers.picture(1, "png"))
-    index = files_index(["a.png", Path("deep/b.png"), tmp_path / "a.png"])
+        Path(name).write_bytes(writers.make_image(1, "png"))
+    index = index_files(["a.png", Path("deep/b.png"), tmp_path / "a.png"])
     assert [index.name(i) for i in range(3)] == ["a.png", "deep/b.png", str(tmp_path / "a.png")]
-    assert index.sources([1, 2])[0] == ["deep/b.png", str(tmp_path / "a.png")]
+    assert index.locate_bytes([1, 2])[0] == ["deep/b.png", str(tmp_path / "a.png")]
     assert len({index.read(i) for i in range(3)}) == 1

@@ -1,4 +1,4 @@
-"""Indexes of real files: what is found, in which order, and every refusal as one sentence."""
+"""Indexes of real files: their samples, their order, and refusals in one sentence."""
 
 import struct
 from dataclasses import replace
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from podscale.data.index.dataset import files_index, open_index
+from podscale.data.index.dataset import index_files, open_index
 from podscale.errors import UserError
 from podscale.recipe import Data
 
 
-def save(path, size=(6, 4), color=(10, 20, 30), **options):
+def save_image(path, size=(6, 4), color=(10, 20, 30), **options):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, color).save(path, **options)
     return path
@@ -23,7 +23,7 @@ def folder(tmp_path):
     for split, count in (("train", 3), ("val", 1)):
         for name in ("cat", "ant"):
             for i in range(count):
-                save(tmp_path / "pets" / split / name / f"{i}.png", size=(6 + i, 4))
+                save_image(tmp_path / "pets" / split / name / f"{i}.png", size=(6 + i, 4))
     return tmp_path / "pets"
 
 
@@ -37,27 +37,27 @@ def arrays():
     }
 
 
-def refusal(call, *arguments):
+def get_refusal(call, *arguments):
     with pytest.raises(UserError) as error:
         call(*arguments)
-    sentence = str(error.value)
-    assert "\n" not in sentence
-    return sentence
+    message = str(error.value)
+    assert "\n" not in message
+    return message
 
 
-def folder_refusal(path):
-    return refusal(open_index, Data(source="folder", path=str(path)))
+def get_folder_refusal(path):
+    return get_refusal(open_index, Data(source="folder", path=str(path)))
 
 
-def npz_refusal(tmp_path, arrays):
+def get_npz_refusal(tmp_path, arrays):
     np.savez(tmp_path / "data.npz", **arrays)
-    return refusal(open_index, Data(source="npz", path=str(tmp_path / "data.npz")))
+    return get_refusal(open_index, Data(source="npz", path=str(tmp_path / "data.npz")))
 
 
 # --- digits --------------------------------------------------------------------------------------------------------
 
 
-def test_digits_split_every_fifth_and_span_the_pixel_range():
+def test_every_fifth_digit_validates_and_pixels_span_the_full_range():
     splits = open_index(Data(source="digits"))
     assert (len(splits.train), len(splits.val)) == (1437, 360)
     assert splits.classes == tuple("0123456789")
@@ -66,17 +66,17 @@ def test_digits_split_every_fifth_and_span_the_pixel_range():
     assert splits.val.name(17) == "digit 17"
     assert splits.val.labels[:3].tolist() == [0, 5, 0]
     assert splits.train.sizes[0].tolist() == [8, 8]
-    assert np.array_equal(splits.train.pixels(3)[..., 0], splits.train.images[3, ..., 2])
+    assert np.array_equal(splits.train.load_pixels(3)[..., 0], splits.train.images[3, ..., 2])
 
 
 # --- folder --------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_sorted_by_class_and_name(folder):
-    (folder / "train" / "ant" / ".hidden.png").write_bytes(b"not a picture")
-    (folder / "train" / "ant" / "notes.txt").write_text("not a picture")
+    (folder / "train" / "ant" / ".hidden.png").write_bytes(b"not an image")
+    (folder / "train" / "ant" / "notes.txt").write_text("not an image")
     (folder / "train" / ".cache").mkdir()
-    save(folder / "train" / "ant" / "0A.JPG", size=(9, 9))
+    save_image(folder / "train" / "ant" / "0A.JPG", size=(9, 9))
     splits = open_index(Data(source="folder", path=str(folder), classes=2, train_samples=7, val_samples=2))
     assert splits.classes == ("ant", "cat")
     assert [name.rsplit("/", 2)[1:] for name in map(splits.train.name, range(7))] == [
@@ -87,115 +87,115 @@ def test_a_folder_is_sorted_by_class_and_name(folder):
     assert splits.train.labels.dtype == splits.train.sizes.dtype == np.int32
     assert splits.train.sizes.tolist() == [[6, 4], [9, 9], [7, 4], [8, 4], [6, 4], [7, 4], [8, 4]]
     assert splits.val.read(0) == (folder / "val" / "ant" / "0.png").read_bytes()
-    assert splits.val.pixels(0)[0, 0].tolist() == [10, 20, 30]
+    assert splits.val.load_pixels(0)[0, 0].tolist() == [10, 20, 30]
 
 
 @pytest.mark.parametrize("extension", ["jpg", "png", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_sizes_are_those_of_the_upright_picture(folder, extension, orientation):
+def test_sizes_are_those_of_the_upright_image(folder, extension, orientation):
     exif = Image.Exif()
     exif[274] = orientation
-    path = save(folder / "train" / "ant" / f"0.{extension}", size=(20, 10), exif=exif)
+    path = save_image(folder / "train" / "ant" / f"0.{extension}", size=(20, 10), exif=exif)
     expected = [10, 20] if orientation >= 5 else [20, 10]
-    assert files_index([path]).sizes.tolist() == [expected]
-    assert files_index([path]).pixels(0).shape[:2] == tuple(expected[::-1])
+    assert index_files([path]).sizes.tolist() == [expected]
+    assert index_files([path]).load_pixels(0).shape[:2] == tuple(expected[::-1])
 
 
-def test_refuses_paths_that_are_not_there(tmp_path):
-    assert folder_refusal("") == "data.path is empty; name the folder that holds the pictures"
+def test_refuses_missing_paths(tmp_path):
+    assert get_folder_refusal("") == "data.path is empty; name the folder that holds the images"
     missing = tmp_path / "none"
-    assert folder_refusal(missing) == f"data.path {missing} does not exist; name the folder that holds the pictures"
+    assert get_folder_refusal(missing) == f"data.path {missing} does not exist; name the folder that holds the images"
 
 
 def test_refuses_a_file_for_a_folder(tmp_path):
-    file = save(tmp_path / "x.png")
-    assert folder_refusal(file).startswith(f"{file} is not a folder; data.path must hold train/CLASS/FILE")
+    file = save_image(tmp_path / "x.png")
+    assert get_folder_refusal(file).startswith(f"{file} is not a folder; data.path must hold train/CLASS/FILE")
 
 
 def test_refuses_an_empty_folder(tmp_path):
-    assert folder_refusal(tmp_path).startswith(f"the folder {tmp_path} is empty; it must hold")
+    assert get_folder_refusal(tmp_path).startswith(f"the folder {tmp_path} is empty; it must hold")
 
 
-def test_refuses_folders_without_pictures(tmp_path):
+def test_refuses_folders_without_images(tmp_path):
     (tmp_path / "ant").mkdir()
-    assert folder_refusal(tmp_path).startswith(f"{tmp_path} holds no pictures of classes; it must hold")
+    assert get_folder_refusal(tmp_path).startswith(f"{tmp_path} holds no images of classes; it must hold")
 
 
 @pytest.mark.parametrize(("present", "absent"), [("train", "val"), ("val", "train")])
 def test_refuses_a_missing_split(tmp_path, present, absent):
-    save(tmp_path / present / "ant" / "0.png")
-    assert folder_refusal(tmp_path).startswith(f"{tmp_path} has no folder {absent}; it must hold")
+    save_image(tmp_path / present / "ant" / "0.png")
+    assert get_folder_refusal(tmp_path).startswith(f"{tmp_path} has no folder {absent}; it must hold")
 
 
 def test_refuses_a_split_without_classes(folder):
     (folder / "val").rename(folder / "elsewhere")
-    save(folder / "val" / "0.png")
-    assert folder_refusal(folder).startswith(f"{folder}/val has no class folders; pictures belong in")
+    save_image(folder / "val" / "0.png")
+    assert get_folder_refusal(folder).startswith(f"{folder}/val has no class folders; images belong in")
 
 
-def test_refuses_a_class_without_pictures(folder):
+def test_refuses_a_class_without_images(folder):
     (folder / "train" / "bee").mkdir()
-    assert folder_refusal(folder).startswith(f"the class folder {folder}/train/bee holds no pictures (.jpg")
+    assert get_folder_refusal(folder).startswith(f"the class folder {folder}/train/bee holds no images (.jpg")
 
 
 @pytest.mark.parametrize(("here", "there"), [("train", "val"), ("val", "train")])
-def test_refuses_a_class_of_one_split_only(folder, here, there):
-    save(folder / here / "bee" / "0.png")
+def test_refuses_a_class_that_is_in_one_split_only(folder, here, there):
+    save_image(folder / here / "bee" / "0.png")
     expected = f"class bee is in {folder}/{here} but not in {folder}/{there}; both need the same classes"
-    assert folder_refusal(folder) == expected
+    assert get_folder_refusal(folder) == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"GIF89a", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\nxx", b"RIFF....WEBPVP8 "])
 def test_refuses_a_header_that_cannot_be_read(folder, content):
     bad = folder / "val" / "cat" / "9.jpg"
     bad.write_bytes(content)
-    sentence = folder_refusal(folder)
-    assert sentence.startswith(f"cannot read {bad}: ")
-    assert sentence.endswith("; replace or remove it")
+    message = get_folder_refusal(folder)
+    assert message.startswith(f"cannot read {bad}: ")
+    assert message.endswith("; replace or remove it")
 
 
-def test_refuses_numbers_that_differ_from_the_recipes(folder):
-    for field, found in (("classes", 2), ("train_samples", 6), ("val_samples", 2)):
-        sentence = refusal(open_index, Data(source="folder", path=str(folder), **{field: 99}))
-        assert sentence == f"data.{field} is 99 but {folder} has {found}; correct the recipe or the path"
-    assert refusal(open_index, Data(classes=3)).startswith("data.classes is 3 but digits has 10;")
+def test_refuses_counts_that_differ_from_the_recipe(folder):
+    for field, count in (("classes", 2), ("train_samples", 6), ("val_samples", 2)):
+        message = get_refusal(open_index, Data(source="folder", path=str(folder), **{field: 99}))
+        assert message == f"data.{field} is 99 but {folder} has {count}; correct the recipe or the path"
+    assert get_refusal(open_index, Data(classes=3)).startswith("data.classes is 3 but digits has 10;")
 
 
 # --- loose files ---------------------------------------------------------------------------------------------------
 
 
 def test_loose_files_keep_their_order_and_have_no_labels(tmp_path):
-    paths = [save(tmp_path / name, size=(5, i + 1)) for i, name in enumerate(("b.png", "a.jpg"))]
-    index = files_index(paths)
+    paths = [save_image(tmp_path / name, size=(5, i + 1)) for i, name in enumerate(("b.png", "a.jpg"))]
+    index = index_files(paths)
     assert [index.name(i) for i in range(2)] == [str(path) for path in paths]
     assert index.labels.tolist() == [-1, -1]
     assert index.sizes.tolist() == [[5, 1], [5, 2]]
 
 
-def test_refuses_loose_files_that_are_none(tmp_path):
-    assert refusal(files_index, []) == "no pictures are named; name at least one file"
-    assert refusal(files_index, [tmp_path]) == f"there is no picture file {tmp_path}; check the path"
+def test_refuses_no_files_and_paths_that_are_not_files(tmp_path):
+    assert get_refusal(index_files, []) == "no images are named; name at least one file"
+    assert get_refusal(index_files, [tmp_path]) == f"there is no image file {tmp_path}; check the path"
 
 
-def test_a_file_that_vanishes_is_named(tmp_path):
-    path = save(tmp_path / "a.png")
-    index = files_index([path])
+def test_error_names_a_file_that_was_deleted(tmp_path):
+    path = save_image(tmp_path / "a.png")
+    index = index_files([path])
     path.unlink()
-    assert refusal(index.read, 0).startswith(f"cannot read {path}: No such file")
+    assert get_refusal(index.read, 0).startswith(f"cannot read {path}: No such file")
 
 
 # --- npz -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", ["test", "val"])
-def test_npz_arrays_are_taken_as_they_are(tmp_path, arrays, split):
+def test_npz_arrays_are_used_unchanged(tmp_path, arrays, split):
     np.savez(tmp_path / "data.npz", **{key.replace("test", split): array for key, array in arrays.items()})
     splits = open_index(Data(source="npz", path=str(tmp_path / "data.npz")))
     assert np.array_equal(splits.train.images, arrays["train_images"])
     assert splits.train.sizes.tolist() == [[6, 4]] * 5
     assert splits.train.labels.tolist() == [0, 1, 2, 1, 0]
     assert splits.classes == ("0", "1", "2")
-    assert splits.val.name(1) == f"{split} picture 1"
+    assert splits.val.name(1) == f"{split} image 1"
 
 
 def test_gray_npz_arrays_get_three_equal_channels(tmp_path, arrays):
@@ -207,7 +207,7 @@ def test_gray_npz_arrays_get_three_equal_channels(tmp_path, arrays):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "expected"),
     [
         ({"train_images": np.zeros((5, 4, 6, 3), np.float32)}, "is float32; store pixels as uint8"),
         (
@@ -217,48 +217,50 @@ def test_gray_npz_arrays_get_three_equal_channels(tmp_path, arrays):
         ({"train_images": np.zeros((0, 4, 6, 3), np.uint8)}, "has shape (0, 4, 6, 3); it must be"),
         ({"train_images": np.zeros(5, np.uint8)}, "has shape (5,); it must be"),
         ({"train_labels": np.zeros(5)}, "is float64; store labels as whole numbers from 0"),
-        ({"train_labels": np.zeros(4, int)}, "has shape (4,); it must be [5], one label a picture"),
+        ({"train_labels": np.zeros(4, int)}, "has shape (4,); it must be [5], one label per image"),
         ({"train_labels": np.array([0, -1, 0, 0, 0])}, "runs from -1 to 0; labels count from 0"),
         ({"test_labels": np.array([3, 0])}, "has validation label 3 but no training label above 2"),
     ],
 )
-def test_refuses_npz_arrays_of_the_wrong_kind(tmp_path, arrays, changes, words):
-    sentence = npz_refusal(tmp_path, arrays | changes)
-    assert words in sentence
-    assert str(tmp_path / "data.npz") in sentence
+def test_refuses_npz_arrays_of_the_wrong_kind(tmp_path, arrays, changes, expected):
+    message = get_npz_refusal(tmp_path, arrays | changes)
+    assert expected in message
+    assert str(tmp_path / "data.npz") in message
 
 
 @pytest.mark.parametrize("key", ["train_images", "train_labels", "test_labels"])
 def test_refuses_an_npz_without_an_array(tmp_path, arrays, key):
     del arrays[key]
-    assert npz_refusal(tmp_path, arrays).startswith(f"{tmp_path}/data.npz has no array {key}; it has ")
+    assert get_npz_refusal(tmp_path, arrays).startswith(f"{tmp_path}/data.npz has no array {key}; it has ")
 
 
 def test_refuses_an_npz_without_validation(tmp_path, arrays):
     only = {key: array for key, array in arrays.items() if key.startswith("train")}
-    assert "has no array val_images; it has train_images, train_labels" in npz_refusal(tmp_path, only)
+    assert "has no array val_images; it has train_images, train_labels" in get_npz_refusal(tmp_path, only)
 
 
-def test_refuses_what_is_no_npz(tmp_path, arrays):
+def test_refuses_files_that_are_not_npz(tmp_path, arrays):
     path = tmp_path / "data.npz"
     np.savez(path, **arrays)
-    whole = path.read_bytes()
-    for content in (b"", b"hello", whole[: len(whole) // 2], struct.pack("<I", 7)):
+    intact = path.read_bytes()
+    for content in (b"", b"hello", intact[: len(intact) // 2], struct.pack("<I", 7)):
         path.write_bytes(content)
-        assert refusal(open_index, Data(source="npz", path=str(path))).startswith(f"{path} is not a readable .npz file")
+        assert get_refusal(open_index, Data(source="npz", path=str(path))).startswith(
+            f"{path} is not a readable .npz file"
+        )
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    assert "one bare array" in refusal(open_index, Data(source="npz", path=str(path)))
+    assert "one bare array" in get_refusal(open_index, Data(source="npz", path=str(path)))
 
 
-def test_never_unpickles(tmp_path, arrays):
-    assert "is not a readable .npz file" in npz_refusal(tmp_path, arrays | {"train_labels": np.array([print] * 5)})
+def test_npz_files_are_never_unpickled(tmp_path, arrays):
+    assert "is not a readable .npz file" in get_npz_refusal(tmp_path, arrays | {"train_labels": np.array([print] * 5)})
 
 
 # --- held out ----------------------------------------------------------------------------------------------------
 
 
-def test_held_out_pictures_validate_and_are_not_trained_on(tmp_path):
+def test_held_out_images_validate_and_are_not_trained_on(tmp_path):
     images = np.arange(1000, dtype=np.uint16).view(np.uint8).reshape(1000, 1, 2, 1).repeat(3, axis=3)
     labels = np.arange(1000) % 10
     np.savez(tmp_path / "a.npz", train_images=images, train_labels=labels, val_images=images[:5], val_labels=labels[:5])
@@ -271,11 +273,11 @@ def test_held_out_pictures_validate_and_are_not_trained_on(tmp_path):
         assert index.labels.tolist() == (number % 10).tolist()
     assert len(np.unique(splits.val.labels)) == 10
     assert open_index(data).val.labels.tolist() == splits.val.labels.tolist()
-    with pytest.raises(UserError, match=r"data.hold_out 0.0001 of 1000 training pictures is 0"):
+    with pytest.raises(UserError, match=r"data.hold_out 0.0001 of 1000 training images is 0"):
         open_index(replace(data, hold_out=0.0001))
 
 
-def test_held_out_files_are_the_same_files(tmp_path):
+def test_held_out_files_keep_their_labels_sizes_and_bytes(tmp_path):
     for split, count in (("train", 20), ("val", 2)):
         for label in ("ant", "bee"):
             (tmp_path / split / label).mkdir(parents=True)
@@ -283,10 +285,10 @@ def test_held_out_files_are_the_same_files(tmp_path):
                 size = (4 + i, 3)
                 Image.new("RGB", size).save(tmp_path / split / label / f"{'x' * (i % 3)}{i}.png")
     data = Data(source="folder", path=str(tmp_path))
-    whole, splits = open_index(data).train, open_index(replace(data, hold_out=0.25))
+    full, splits = open_index(data).train, open_index(replace(data, hold_out=0.25))
     assert (len(splits.train), len(splits.val)) == (30, 10)
-    known = {whole.name(i): (int(whole.labels[i]), whole.sizes[i].tolist(), whole.read(i)) for i in range(len(whole))}
+    expected = {full.name(i): (int(full.labels[i]), full.sizes[i].tolist(), full.read(i)) for i in range(len(full))}
     for index in (splits.train, splits.val):
         for i in range(len(index)):
-            assert known.pop(index.name(i)) == (index.labels[i], index.sizes[i].tolist(), index.read(i))
-    assert not known
+            assert expected.pop(index.name(i)) == (index.labels[i], index.sizes[i].tolist(), index.read(i))
+    assert not expected

@@ -1,9 +1,9 @@
-"""Catalog: the table of a data set on disk, scanned once and kept until the data changes.
+"""Scan data sets on disk, and store their tables until the data changes.
 
-A table is kept beside the data (`.podscale-index`, which `store_beside` writes) or else in the user's cache folder, and
-is used only if its fingerprint is that of the data as it is now. To take one costs a listing of the class folders or of
-the shards, never a look at every picture. Several processes may scan and keep the same table at once: files appear
-whole, and the last one stays.
+A table is stored beside the data (`.podscale-index`, which `store_beside` writes) or else in the user's cache folder,
+and is used only if its fingerprint matches the data on disk. To check that costs a listing of the class folders or of
+the shards, never a look at every image. Several processes may scan and store the same table at once: files are written
+atomically, and the last one stays.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from podscale.config.fields import add_choice
 from podscale.data.files import THREADS, Files, Progress
 from podscale.data.index import table as tables
 from podscale.data.index.containers import folder, parquet, tar, tfrecord
-from podscale.data.index.containers.container import Format, Found, Part, resolved
+from podscale.data.index.containers.container import ContainerSamples, Format, Listing, resolve_labels
 from podscale.data.index.table import SPLITS, Strings, Table, Tables
 from podscale.errors import UserError
 
@@ -31,29 +31,33 @@ FORMATS: dict[str, Format] = {
     "tfrecord": tfrecord.FORMAT,
     "parquet": parquet.FORMAT,
 }
-BESIDE = ".podscale-index"
-PREPARED = "prepare.json"  # what `target` keeps where a data set is being prepared
-SETTLED_NS = 2 * 10**9  # file systems' clocks tick; what changed just now may change again without being seen
+INDEX_FILE = ".podscale-index"
+JOURNAL_FILE = "prepare.json"  # written by `podscale.data.tools.target` in the folder that a data set is prepared in
+MIN_AGE_NS = 2 * 10**9  # file systems' clocks are coarse: data that changed just now may change again unnoticed
 
 
-def register(name: str, form: Format) -> None:
-    """Makes another kind of data set available to recipes, as `data.source`."""
+def register_format(name: str, form: Format) -> None:
+    """Make another kind of data set available to recipes, as `data.source`."""
     if name in FORMATS or name in ("digits", "npz", "cifar", "mnist"):
         raise UserError(f"there is already a data source {name!r}; choose another name")
     FORMATS[name] = form
     add_choice("data.source", name)
 
 
-def kind_of(root: Path, said: str = "") -> str:
-    """The kind of the data set in a folder: what it is said to be, else what it can be read as, if only one way."""
+def detect_kind(root: Path, kind: str = "") -> str:
+    """Return the kind of the data set in a folder: `kind` if given, else the only kind that it can be read as.
+
+    Raises:
+        UserError: there is no such folder, it is only partly prepared, or it can be read as no kind or as several.
+    """
     if root.is_file():
         raise UserError(f"{root} is a file; name a folder that holds train/CLASS/FILE and val/CLASS/FILE, or shards")
     if not root.is_dir():
         raise UserError(f"there is no folder {root}; check the path")
-    _check_whole(root)
-    if said:
-        return said
-    kinds = [kind for kind in FORMATS if _holds(kind, root)]
+    _check_complete(root)
+    if kind:
+        return kind
+    kinds = [kind for kind in FORMATS if _can_read_as(kind, root)]
     if len(kinds) > 1:
         raise UserError(f"{root} can be read as {' and as '.join(kinds)}; choose one with --source")
     if not kinds:
@@ -64,7 +68,7 @@ def kind_of(root: Path, said: str = "") -> str:
     return kinds[0]
 
 
-def _holds(kind: str, root: Path) -> bool:
+def _can_read_as(kind: str, root: Path) -> bool:
     try:
         FORMATS[kind].find(root)
     except UserError:
@@ -73,59 +77,67 @@ def _holds(kind: str, root: Path) -> bool:
 
 
 def open_files(kind: str, root: Path, progress: Progress | None = None) -> tuple[Files, Files, tuple[str, ...]]:
-    """The files of both splits and the names of the classes: from a kept table if it is up to date, else scanned."""
-    _check_whole(root)
-    found = FORMATS[kind].find(root)
-    kept = _kept(kind, found)
-    if kept is None:
-        kept = scan(kind, found, progress)
-        if time.time_ns() - found.newest_ns > SETTLED_NS and FORMATS[kind].find(root) == found:
-            with suppress(OSError):  # without a cache folder the table lives in memory alone
-                tables.save(_cache_file(kind, root), kept)
-    return _files(kind, root, kept.train), _files(kind, root, kept.val), kept.classes
+    """Return the files of both splits and the class names: from a stored table if it is up to date, else by a scan."""
+    _check_complete(root)
+    listing = FORMATS[kind].find(root)
+    result = _load_stored_tables(kind, listing)
+    if result is None:
+        result = scan_data_set(kind, listing, progress)
+        if time.time_ns() - listing.newest_ns > MIN_AGE_NS and FORMATS[kind].find(root) == listing:
+            with suppress(OSError):  # without a cache folder the table is in memory only
+                tables.save_tables(_get_cache_path(kind, root), result)
+    return _make_files(kind, root, result.train), _make_files(kind, root, result.val), result.classes
 
 
-def listed(
+def list_samples(
     kind: str, root: Path, progress: Progress | None = None
 ) -> tuple[dict[str, Files], tuple[str, ...], list[tuple[str, str, str]]]:
-    """All samples, without a look at any: the files by split, which are not measured, and the names of the classes.
+    """List all samples without opening their images.
 
-    Places that cannot be scanned are left out, and told: split, place, and why.
+    Containers that cannot be scanned are left out and reported.
+
+    Returns:
+        The files by split, which are not measured; the class names; and (split, path, error message) of every
+        container that was left out.
     """
-    _check_whole(root)
-    form, found, left_out = FORMATS[kind], FORMATS[kind].find(root), list[tuple[str, str, str]]()
+    _check_complete(root)
+    form, listing, left_out = FORMATS[kind], FORMATS[kind].find(root), list[tuple[str, str, str]]()
 
-    def scanned(place: str) -> Part | str:
+    def scan(path: str) -> ContainerSamples | str:
         try:
-            return form.scan(os.path.join(root, place))
+            return form.scan(os.path.join(root, path))
         except UserError as error:
             return str(error)
 
-    parts: dict[str, dict[str, Part]] = {}
+    containers: dict[str, dict[str, ContainerSamples]] = {}
     with ThreadPoolExecutor(THREADS, "podscale-scan") as pool:
-        for split, places in found.places.items():
-            parts[split] = {}
-            for place, part in zip(places, pool.map(scanned, places), strict=True):
-                if isinstance(part, str):
-                    left_out.append((split, os.path.join(root, place), part))
+        for split, paths in listing.paths.items():
+            containers[split] = {}
+            for path, samples in zip(paths, pool.map(scan, paths), strict=True):
+                if isinstance(samples, str):
+                    left_out.append((split, os.path.join(root, path), samples))
                 else:
-                    parts[split][place] = part
+                    containers[split][path] = samples
                 if progress is not None:
-                    progress("files" if form.packed else "folders", len(parts[split]), len(places))
-            if not parts[split]:
+                    progress("files" if form.packed else "folders", len(containers[split]), len(paths))
+            if not containers[split]:
                 raise UserError(left_out[0][2])
+    lists = {split: list(by_path.values()) for split, by_path in containers.items()}
     try:
-        classes, labels = resolved(found, {split: list(of_split.values()) for split, of_split in parts.items()})
+        classes, labels = resolve_labels(listing, lists)
     except UserError as error:
-        raise (UserError(left_out[0][2]) if left_out else error) from None  # what was left out may be all that is wrong
-    tables_ = {split: _table(tuple(parts[split]), list(parts[split].values()), labels[split]) for split in SPLITS}
-    return {split: _files(kind, root, table) for split, table in tables_.items()}, classes, left_out
+        raise (UserError(left_out[0][2]) if left_out else error) from None  # a container left out may be the cause
+    files = {
+        split: _make_files(kind, root, _make_table(tuple(containers[split]), lists[split], labels[split]))
+        for split in SPLITS
+    }
+    return files, classes, left_out
 
 
-def _check_whole(root: Path) -> None:
-    """Refuses what is only partly prepared; it would pass for a smaller data set."""
+def _check_complete(root: Path) -> None:
+    """Refuse a folder that is only partly prepared; it would pass for a smaller data set."""
     try:
-        content = json.loads((root / PREPARED).read_text(encoding="utf-8"))
+        content = json.loads((root / JOURNAL_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return
     if isinstance(content, dict) and content.get("finished") is False:
@@ -135,94 +147,96 @@ def _check_whole(root: Path) -> None:
 
 
 def store_beside(kind: str, root: Path, progress: Progress | None = None) -> Path:
-    """Scans a data set and keeps its table beside it, to travel with it: no one has to scan it again.
+    """Scan a data set and store its table beside it, to be copied with it: nobody has to scan it again.
 
-    Where samples are in shards, the table holds as long as their names and lengths do; copying may change their times.
+    Where samples are in shards, the table stays valid while their names and lengths do; a copy may change their times.
+
+    Returns:
+        The path of the stored table.
     """
-    found = FORMATS[kind].find(root)
-    table = replace(scan(kind, found, progress), fingerprint=found.portable)
+    listing = FORMATS[kind].find(root)
+    table = replace(scan_data_set(kind, listing, progress), fingerprint=listing.portable_fingerprint)
     try:
-        tables.save(root / BESIDE, table)
+        tables.save_tables(root / INDEX_FILE, table)
     except OSError as error:
-        raise UserError(f"cannot write {root / BESIDE}: {error.strerror}; check its permissions") from error
-    return root / BESIDE
+        raise UserError(f"cannot write {root / INDEX_FILE}: {error.strerror}; check its permissions") from error
+    return root / INDEX_FILE
 
 
-def _files(kind: str, root: Path, table: Table) -> Files:
+def _make_files(kind: str, root: Path, table: Table) -> Files:
     return Files(str(root), table, FORMATS[kind].packed)
 
 
-# --- what is kept --------------------------------------------------------------------------------------------------
+# --- stored tables -------------------------------------------------------------------------------------------------
 
 
-def _kept(kind: str, found: Found) -> Tables | None:
+def _load_stored_tables(kind: str, listing: Listing) -> Tables | None:
     for path, fingerprint in (
-        (found.root / BESIDE, found.portable),
-        (_cache_file(kind, found.root), found.fingerprint),
+        (listing.root / INDEX_FILE, listing.portable_fingerprint),
+        (_get_cache_path(kind, listing.root), listing.fingerprint),
     ):
-        kept = tables.load(path)
+        result = tables.load_tables(path)
         if (
-            kept is not None
-            and (kept.kind, kept.fingerprint) == (kind, fingerprint)
-            and all(
-                getattr(kept, split).places == found.places[split] for split in SPLITS
-            )  # and so nothing else is read
-            and all(FORMATS[kind].packed or len(getattr(kept, split).names) for split in SPLITS)
+            result is not None
+            and (result.kind, result.fingerprint) == (kind, fingerprint)
+            # The same paths as the listing's, so that no other files are read.
+            and all(getattr(result, split).paths == listing.paths[split] for split in SPLITS)
+            and all(FORMATS[kind].packed or len(getattr(result, split).names) for split in SPLITS)
         ):
-            return kept
+            return result
     return None
 
 
-def _cache_file(kind: str, root: Path) -> Path:
-    """Where the table of a data set is kept: $XDG_CACHE_HOME, or ~/.cache, and a digest of the data set's place."""
+def _get_cache_path(kind: str, root: Path) -> Path:
+    """Return the cache file of a data set: in $XDG_CACHE_HOME or ~/.cache, named by a digest of the data set's path."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    place = f"{kind}\0{os.path.abspath(root)}".encode("utf-8", "surrogateescape")
-    return cache / "podscale" / "index" / hashlib.sha256(place).hexdigest()[:32]
+    key = f"{kind}\0{os.path.abspath(root)}".encode("utf-8", "surrogateescape")
+    return cache / "podscale" / "index" / hashlib.sha256(key).hexdigest()[:32]
 
 
 # --- scanning ------------------------------------------------------------------------------------------------------
 
 
-def scan(kind: str, found: Found, progress: Progress | None = None) -> Tables:
-    """Looks at every place and at every picture's header, in parallel."""
-    parts = _parts(FORMATS[kind], found, progress)
-    classes, labels = resolved(found, parts)
+def scan_data_set(kind: str, listing: Listing, progress: Progress | None = None) -> Tables:
+    """Scan every container and read every image's header, in parallel."""
+    containers = _scan_containers(FORMATS[kind], listing, progress)
+    classes, labels = resolve_labels(listing, containers)
     total = sum(map(len, labels.values()))
     done, measured = 0, {}
     for split in SPLITS:
 
-        def tell(what: str, part: int, _: int, before: int = done) -> None:
+        def report(unit: str, count: int, _: int, before: int = done) -> None:
             if progress is not None:
-                progress(what, before + part, total)
+                progress(unit, before + count, total)
 
-        table = _table(found.places[split], parts.pop(split), labels[split])
-        sizes, lengths = _files(kind, found.root, table).measure(tell)
+        table = _make_table(listing.paths[split], containers.pop(split), labels[split])
+        sizes, lengths = _make_files(kind, listing.root, table).measure(report)
         measured[split] = replace(table, sizes=sizes, lengths=lengths)
         done += len(table)
-    return Tables(kind, found.fingerprint, classes, **measured)
+    return Tables(kind, listing.fingerprint, classes, **measured)
 
 
-def _parts(form: Format, found: Found, progress: Progress | None) -> dict[str, list[Part]]:
-    places = [os.path.join(found.root, place) for split in SPLITS for place in found.places[split]]
-    parts: list[Part] = []
+def _scan_containers(form: Format, listing: Listing, progress: Progress | None) -> dict[str, list[ContainerSamples]]:
+    paths = [os.path.join(listing.root, path) for split in SPLITS for path in listing.paths[split]]
+    containers: list[ContainerSamples] = []
     with ThreadPoolExecutor(THREADS, "podscale-scan") as pool:
-        for part in pool.map(form.scan, places):
-            parts.append(part)
+        for samples in pool.map(form.scan, paths):
+            containers.append(samples)
             if progress is not None:
-                progress("files" if form.packed else "folders", len(parts), len(places))
-    first = len(found.places["train"])
-    return {"train": parts[:first], "val": parts[first:]}
+                progress("files" if form.packed else "folders", len(containers), len(paths))
+    first_val = len(listing.paths["train"])
+    return {"train": containers[:first_val], "val": containers[first_val:]}
 
 
-def _table(places: tuple[str, ...], parts: list[Part], labels: np.ndarray) -> Table:
-    counts = [len(part.labels) for part in parts]
+def _make_table(paths: tuple[str, ...], containers: list[ContainerSamples], labels: np.ndarray) -> Table:
+    counts = [len(samples.labels) for samples in containers]
     return Table(
         labels,
         np.zeros((len(labels), 2), np.int32),
-        np.repeat(np.arange(len(parts), dtype=np.int32), counts),
-        np.concatenate([part.offsets for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-        Strings.joined([part.names for part in parts]),
-        places,
+        np.repeat(np.arange(len(containers), dtype=np.int32), counts),
+        np.concatenate([samples.offsets for samples in containers]),
+        np.concatenate([samples.lengths for samples in containers]),
+        Strings.concatenate([samples.names for samples in containers]),
+        paths,
     )

@@ -1,8 +1,8 @@
-"""Index: what pictures there are, how large, of which class. Nothing is copied; nothing depends on the machine.
+"""The index of a data set: its images, their sizes and their classes. Nothing is copied or depends on the machine.
 
-`open_index` turns a recipe's data section into two indexes, training and validation. A sample is a number from then on:
-the same number is the same picture on every host, since files are sorted by class and name, and shards by name.
-Pictures live in memory (`images`) or in files (`read`, `sources`), of which only a table is kept.
+`open_index` turns a recipe's data section into two indexes, training and validation. From then on a sample is a number:
+the same number is the same image on every host, since files are sorted by class and name, and shards by name. Images
+are in memory (`images`) or in files (`read`, `locate_bytes`), of which only a table is in memory.
 """
 
 import math
@@ -19,148 +19,161 @@ from numpy.typing import NDArray
 from podscale import recipe
 from podscale.data import decode
 from podscale.data.cache import Cache, Kind
-from podscale.data.files import Files, Progress, loose
+from podscale.data.files import Files, Progress, open_loose_files
 from podscale.data.index import catalog
 from podscale.data.index.containers import raw
-from podscale.data.index.containers.container import MOST_CLASSES
-from podscale.data.random import Stream, words
+from podscale.data.index.containers.container import MAX_CLASSES
+from podscale.data.random import Stream, draw_uint32
 from podscale.errors import UserError
+from podscale.processes.host import measure_usable_memory
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
     """The samples of one split.
 
-    `labels` int32 [n]; `sizes` int32 [n, 2], width and height after EXIF orientation; either `images` uint8
-    [n, height, width, 3] or `files`; `noun` names a sample that is in no file. A picture that is larger in its file
-    than `sizes` says is shrunk before anything else happens to it. `cache` keeps what was read or decoded before.
+    Attributes:
+        labels: classes, int32 [n].
+        sizes: width and height after EXIF orientation, int32 [n, 2]. An image that is larger in its file is shrunk to
+            this size before anything else.
+        images: pixels, uint8 [n, height, width, 3]; None if the samples are in files.
+        files: reader of the files; None if the samples are in memory.
+        noun: names a sample that is in no file.
+        cache: holds images that were read or decoded before.
     """
 
     labels: NDArray[np.int32]
     sizes: NDArray[np.int32]
     images: NDArray[np.uint8] | None = None
     files: Files | None = None
-    noun: str = "picture"
+    noun: str = "image"
     cache: Cache | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def name(self, sample: int) -> str:
-        """What a person would call the sample: where it is, or its noun and number."""
+        """Return the sample's name for messages: its path, or its noun and number."""
         return f"{self.noun} {sample}" if self.files is None else self.files.name(sample)
 
-    def pixels(self, sample: int) -> NDArray[np.uint8]:
-        """The whole picture, upright and shrunk, uint8 [height, width, 3]."""
+    def load_pixels(self, sample: int) -> NDArray[np.uint8]:
+        """Return the whole image, upright and shrunk, uint8 [height, width, 3]."""
         if self.images is not None:
             return self.images[sample]
         width, height = self.sizes[sample]
-        if kept := self._kept("decoded", np.array([sample])):
-            return kept.at(sample).reshape(height, width, 3)
-        return decode.shrink(decode.decode(self.read(sample), self.name(sample)), width, height)
+        if cache := self._fill_cache("decoded", np.array([sample])):
+            return cache.get(sample).reshape(height, width, 3)
+        return decode.shrink_image(decode.decode_image(self.read(sample), self.name(sample)), width, height)
 
     def read(self, sample: int) -> bytes:
-        """The encoded picture, of an index of files."""
-        kept = self._kept("encoded", np.array([sample]))
-        return kept.at(sample).tobytes() if kept else self._files().read(sample)
+        """Return the encoded image, of an index of files."""
+        cache = self._fill_cache("encoded", np.array([sample]))
+        return cache.get(sample).tobytes() if cache else self._get_files().read(sample)
 
-    def arrays(self, samples: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
-        """Memory that holds the decoded pictures, and where in it each begins; None where they are not kept decoded."""
+    def locate_pixels(self, samples: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
+        """Return the memory that holds the decoded images, and each one's offset; None if they are not held decoded."""
         if self.images is not None:
             return self.images.reshape(-1), samples.astype(np.int64) * self.images[0].size
-        kept = self._kept("decoded", samples)
-        return (kept.memory, kept.places[samples]) if kept else None
+        cache = self._fill_cache("decoded", samples)
+        return (cache.memory, cache.offsets[samples]) if cache else None
 
-    def sources(
+    def locate_bytes(
         self, samples: NDArray[np.integer]
     ) -> tuple[list[str | int] | list[NDArray[np.uint8]], NDArray[np.int64], NDArray[np.int64]]:
-        """Where the encoded pictures are, for whoever reads them itself: (sources, offsets, lengths).
+        """Return (sources, offsets, lengths) of the encoded images, for a caller that reads them itself.
 
-        A source is a file's path, the descriptor of an open container, to be read by `pread` alone, or memory.
-        Descriptors stay open as long as the index lives.
+        A source is a file's path, the descriptor of an open container, to be read with `pread` only, or memory.
+        Descriptors stay open as long as the index exists.
         """
-        if kept := self._kept("encoded", samples):
-            return [kept.memory] * len(samples), kept.places[samples], kept.lengths[samples]
-        return self._files().sources(np.asarray(samples, np.int64))
+        if cache := self._fill_cache("encoded", samples):
+            return [cache.memory] * len(samples), cache.offsets[samples], cache.lengths[samples]
+        return self._get_files().locate_bytes(np.asarray(samples, np.int64))
 
-    def shrinks(self, samples: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which of the pictures are larger in their files than they shall be."""
+    def needs_shrinking(self, samples: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Return which of these images are larger in their files than in `sizes`, bool [n]."""
         if self.files is None:
             return np.zeros(len(samples), bool)
         return np.any(self.sizes[samples] != self.files.table.sizes[samples], axis=1)
 
-    def shrunk(self, longest: int) -> "Index":
-        """The same pictures, the longer side of each no longer than so many pixels."""
-        sizes = decode.shrunk_sizes(self.sizes, longest)
+    def limit_size(self, longest: int) -> "Index":
+        """Return the same images with at most `longest` pixels on the longer side."""
+        sizes = decode.shrink_sizes(self.sizes, longest)
         if self.images is None or not len(self) or np.array_equal(sizes, self.sizes):
             return replace(self, sizes=sizes)
-        return replace(self, sizes=sizes, images=np.stack([decode.shrink(image, *sizes[0]) for image in self.images]))
+        return replace(
+            self, sizes=sizes, images=np.stack([decode.shrink_image(image, *sizes[0]) for image in self.images])
+        )
 
-    def taken(self, samples: NDArray[np.integer]) -> "Index":
-        """Those of the pictures, numbered anew."""
+    def select(self, samples: NDArray[np.integer]) -> "Index":
+        """Return these images, numbered from 0."""
         images = None if self.images is None else self.images[samples]
         files = (
-            None if self.files is None else Files(self.files.root, self.files.table.taken(samples), self.files.packed)
+            None if self.files is None else Files(self.files.root, self.files.table.select(samples), self.files.packed)
         )
         return Index(self.labels[samples], self.sizes[samples], images, files, self.noun)
 
-    def cached(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
-        """The same pictures; those of `samples` will be kept in memory."""
+    def with_cache(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
+        """Return the same images with a cache that holds those of `samples` once they are read or decoded."""
         lengths = self.decoded_bytes() if kind == "decoded" else self.encoded_bytes()
-        return replace(self, cache=Cache.of(kind, lengths, samples))
+        return replace(self, cache=Cache.allocate(kind, lengths, samples))
 
-    def _kept(self, kind: Kind, samples: NDArray[np.integer]) -> Cache | None:
-        """The cache, filled with these samples, if it is of this kind and has places for all of them."""
+    def _fill_cache(self, kind: Kind, samples: NDArray[np.integer]) -> Cache | None:
+        """Return the cache, filled with these samples, if it is of this kind and has space for all of them."""
         cache = self.cache
-        if cache is None or cache.kind != kind or np.any(cache.places[samples] < 0):
+        if cache is None or cache.kind != kind or np.any(cache.offsets[samples] < 0):
             return None
-        bare = replace(self, cache=None)
-        get = bare.pixels if kind == "decoded" else bare.read
-        for sample in cache.missing(samples).tolist():
-            cache.put(sample, get(sample))
+        uncached = replace(self, cache=None)
+        load = uncached.load_pixels if kind == "decoded" else uncached.read
+        for sample in cache.find_missing(samples).tolist():
+            cache.put(sample, load(sample))
         return cache
 
     def encoded_bytes(self) -> NDArray[np.int64]:
-        """How many bytes each encoded picture has."""
-        return self._files().table.lengths
+        """Return the size of each encoded image in bytes."""
+        return self._get_files().table.lengths
 
     def decoded_bytes(self) -> NDArray[np.int64]:
-        """How many bytes each decoded picture has."""
+        """Return the size of each decoded image in bytes."""
         return 3 * self.sizes.astype(np.int64).prod(axis=1)
 
-    def _files(self) -> Files:
+    def _get_files(self) -> Files:
         if self.files is None:
-            raise ValueError("the pictures of this index are arrays, not files")
+            raise ValueError("the images of this index are arrays, not files")
         return self.files
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The two indexes of a data set, and the names of its classes by label."""
+    """The two indexes of a data set, and its class names by label."""
 
     train: Index
     val: Index
     classes: tuple[str, ...]
 
     def digest(self) -> str:
-        """Eight digits that another data set would not have: of labels, sizes, and lengths of files or pixels."""
-        found = 0
+        """Return eight hex digits that identify the data set: of labels, sizes, and lengths of files or pixels."""
+        checksum = 0
         for index in (self.train, self.val):
-            held = index.images if index.images is not None else index.encoded_bytes()
-            for array in (index.labels, index.sizes, held):
-                found = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), found)
-        return f"{found:08x}"
+            content = index.images if index.images is not None else index.encoded_bytes()
+            for array in (index.labels, index.sizes, content):
+                checksum = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), checksum)
+        return f"{checksum:08x}"
 
 
 _EMPTY = Index(np.zeros(0, np.int32), np.zeros((0, 2), np.int32))
-NO_PICTURES = Splits(_EMPTY, _EMPTY, ())
+NO_IMAGES = Splits(_EMPTY, _EMPTY, ())
 
 
 def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
-    """The pictures that a recipe's data section names, checked against the numbers it gives.
+    """Return the indexes of the data set that a recipe's data section names.
 
-    A scan of files tells `progress` what is counted ("folders", "files", "pictures"), how many are done, and of how
-    many; an index that is kept is not scanned.
+    Args:
+        data: a recipe's data section. Counts in it that are not 0 must be those of the data set.
+        progress: called during a scan of files with what is counted ("folders", "files", "images"), how many are done,
+            and of how many. A stored index that is up to date is not scanned again.
+
+    Raises:
+        UserError: the data cannot be read, or differs from the counts in the recipe.
 
     >>> splits = open_index(recipe.Data(source="digits"))
     >>> len(splits.train), len(splits.val), splits.train.name(17), splits.classes[:3]
@@ -171,64 +184,64 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
     else:
         splits = _IN_MEMORY[data.source](data.path)
     if data.shrink:
-        splits = replace(splits, train=splits.train.shrunk(data.shrink), val=splits.val.shrunk(data.shrink))
+        splits = replace(splits, train=splits.train.limit_size(data.shrink), val=splits.val.limit_size(data.shrink))
     if data.hold_out:
-        train, val = held_out(splits.train, data.hold_out)
+        train, val = split_hold_out(splits.train, data.hold_out)
         splits = replace(splits, train=train, val=val)
-    found = {"classes": len(splits.classes), "train_samples": len(splits.train), "val_samples": len(splits.val)}
-    for field, number in found.items():
-        if getattr(data, field) not in (0, number):
+    counts = {"classes": len(splits.classes), "train_samples": len(splits.train), "val_samples": len(splits.val)}
+    for field, count in counts.items():
+        if getattr(data, field) not in (0, count):
             raise UserError(
-                f"data.{field} is {getattr(data, field)} but {data.path or data.source} has {number}; "
+                f"data.{field} is {getattr(data, field)} but {data.path or data.source} has {count}; "
                 "correct the recipe or the path"
             )
     return splits
 
 
-def held_out(train: Index, share: float) -> tuple[Index, Index]:
-    """Training and validation out of training's own pictures. They are drawn once and for all: no seed changes them.
+def split_hold_out(train: Index, share: float) -> tuple[Index, Index]:
+    """Split the training images into training and validation. The choice is fixed: no seed changes it.
 
-    What is chosen by looking at such a validation has not seen the validation set.
+    Settings that are tuned on such a split have not seen the validation set.
     """
-    count, drawn = round(share * len(train)), words(0, Stream.HOLD_OUT, np.arange(len(train)))[:, 0]
+    count, numbers = round(share * len(train)), draw_uint32(0, Stream.HOLD_OUT, np.arange(len(train)))[:, 0]
     if not 0 < count < len(train):
-        raise UserError(f"data.hold_out {share} of {len(train)} training pictures is {count}; nothing would be left")
-    shuffled = np.argsort(drawn, kind="stable")
-    return train.taken(np.sort(shuffled[count:])), train.taken(np.sort(shuffled[:count]))
+        raise UserError(f"data.hold_out {share} of {len(train)} training images is {count}; nothing would be left")
+    shuffled = np.argsort(numbers, kind="stable")
+    return train.select(np.sort(shuffled[count:])), train.select(np.sort(shuffled[:count]))
 
 
-def files_index(paths: Sequence[str | os.PathLike[str]]) -> Index:
-    """An index of loose files, to predict their classes; labels are -1."""
+def index_files(paths: Sequence[str | os.PathLike[str]]) -> Index:
+    """Return an index of loose files, to predict their classes; labels are -1."""
     names = [os.fspath(path) for path in paths]
     if not names:
-        raise UserError("no pictures are named; name at least one file")
+        raise UserError("no images are named; name at least one file")
     for name in names:
         if not Path(name).is_file():
-            raise UserError(f"there is no picture file {name}; check the path")
-    files = loose(names)
+            raise UserError(f"there is no image file {name}; check the path")
+    files = open_loose_files(names)
     sizes, lengths = files.measure()
-    return _file_index(Files("", replace(files.table, sizes=sizes, lengths=lengths), packed=False))
+    return _make_file_index(Files("", replace(files.table, sizes=sizes, lengths=lengths), packed=False))
 
 
 def _open_files(source: str, path: str, progress: Progress | None) -> Splits:
-    train, val, classes = catalog.open_files(source, _existing(path, "folder"), progress)
-    return Splits(_file_index(train), _file_index(val), classes)
+    train, val, classes = catalog.open_files(source, _resolve_path(path, "folder"), progress)
+    return Splits(_make_file_index(train), _make_file_index(val), classes)
 
 
-def _file_index(files: Files) -> Index:
+def _make_file_index(files: Files) -> Index:
     return Index(files.table.labels, files.table.sizes, files=files)
 
 
-def _existing(path: str, what: str) -> Path:
+def _resolve_path(path: str, kind: str) -> Path:
     if not path:
-        raise UserError(f"data.path is empty; name the {what} that holds the pictures")
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise UserError(f"data.path {found} does not exist; name the {what} that holds the pictures")
-    return found
+        raise UserError(f"data.path is empty; name the {kind} that holds the images")
+    expanded = Path(path).expanduser()
+    if not expanded.exists():
+        raise UserError(f"data.path {expanded} does not exist; name the {kind} that holds the images")
+    return expanded
 
 
-def _array_index(images: NDArray[np.uint8], labels: NDArray, noun: str) -> Index:
+def _make_array_index(images: NDArray[np.uint8], labels: NDArray, noun: str) -> Index:
     height, width = images.shape[1:3]
     sizes = np.broadcast_to(np.array([width, height], np.int32), (len(images), 2))
     return Index(labels.astype(np.int32), sizes, images=np.ascontiguousarray(images), noun=noun)
@@ -238,14 +251,14 @@ def _array_index(images: NDArray[np.uint8], labels: NDArray, noun: str) -> Index
 
 
 def _open_digits(_: str) -> Splits:
-    """Every fifth of scikit-learn's 1797 digits validates; 0..16 become 0..255."""
+    """Load scikit-learn's 1797 digits. Every fifth validates; values 0..16 become 0..255."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     gray = (digits.images * (255 / 16) + 0.5).astype(np.uint8)
     images = np.repeat(gray[..., None], 3, axis=3)
     val = np.arange(len(images)) % 5 == 0
-    train, validation = (_array_index(images[part], digits.target[part], "digit") for part in (~val, val))
+    train, validation = (_make_array_index(images[part], digits.target[part], "digit") for part in (~val, val))
     return Splits(train, validation, tuple(map(str, range(10))))
 
 
@@ -253,43 +266,43 @@ def _open_digits(_: str) -> Splits:
 
 
 def _open_cifar(path: str) -> Splits:
-    return _held(raw.read_cifar(_existing(path, "folder")))
+    return _index_arrays(raw.read_cifar(_resolve_path(path, "folder")))
 
 
 def _open_mnist(path: str) -> Splits:
-    return _held(raw.read_mnist(_existing(path, "folder")))
+    return _index_arrays(raw.read_mnist(_resolve_path(path, "folder")))
 
 
-def _held(found: raw.Held) -> Splits:
+def _index_arrays(data: raw.ArrayDataSet) -> Splits:
     train, val = (
-        _array_index(found.images[split], found.labels[split], f"{split} picture") for split in ("train", "val")
+        _make_array_index(data.images[split], data.labels[split], f"{split} image") for split in ("train", "val")
     )
-    return Splits(train, val, found.classes)
+    return Splits(train, val, data.classes)
 
 
 # --- arrays in an .npz file ----------------------------------------------------------------------------------------
 
 
 def _open_npz(path: str) -> Splits:
-    file = _existing(path, ".npz file")
-    arrays = _npz_arrays(file)
-    train = _npz_index(file, arrays, ("train",))
-    val = _npz_index(file, arrays, ("val", "test"))
+    file = _resolve_path(path, ".npz file")
+    arrays = _load_npz_arrays(file)
+    train = _index_npz_split(file, arrays, ("train",))
+    val = _index_npz_split(file, arrays, ("val", "test"))
     classes = int(train.labels.max()) + 1
     if val.labels.max() >= classes:
         raise UserError(f"{file} has validation label {val.labels.max()} but no training label above {classes - 1}")
     return Splits(train, val, tuple(map(str, range(classes))))
 
 
-def _npz_arrays(file: Path) -> dict[str, NDArray]:
+def _load_npz_arrays(file: Path) -> dict[str, NDArray]:
     try:
-        with file.open("rb") as opened:
-            loaded = np.load(opened, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
+        with file.open("rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
                 raise ValueError("one bare array")
-            _check_npz_bytes(loaded.zip)
-            return {key: loaded[key] for key in loaded.files}
-    except Exception as error:  # a damaged archive can raise nearly anything; there is no list of what to expect
+            _check_npz_bytes(archive.zip)
+            return {key: archive[key] for key in archive.files}
+    except Exception as error:  # a damaged archive can raise nearly any exception
         why = str(error) or type(error).__name__
         raise UserError(
             f"{file} is not a readable .npz file of plain arrays ({why}); write it with np.savez"
@@ -297,8 +310,8 @@ def _npz_arrays(file: Path) -> dict[str, NDArray]:
 
 
 def _check_npz_bytes(archive: zipfile.ZipFile) -> None:
-    """Refuses arrays that claim to be larger than what is stored of them, or than this machine's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Refuse arrays whose headers claim more bytes than are stored, or more than this machine's memory."""
+    memory = measure_usable_memory()
     if sum(member.file_size for member in archive.infolist()) > memory:
         raise ValueError("its arrays have more bytes than this machine has memory")
     for member in archive.infolist():
@@ -310,7 +323,7 @@ def _check_npz_bytes(archive: zipfile.ZipFile) -> None:
             raise ValueError(f"{member.filename} claims to have shape {shape}, but has {member.file_size} bytes")
 
 
-def _npz_index(file: Path, arrays: dict[str, NDArray], prefixes: tuple[str, ...]) -> Index:
+def _index_npz_split(file: Path, arrays: dict[str, NDArray], prefixes: tuple[str, ...]) -> Index:
     prefix = next((prefix for prefix in prefixes if f"{prefix}_images" in arrays), prefixes[0])
     for key in (f"{prefix}_images", f"{prefix}_labels"):
         if key not in arrays:
@@ -324,15 +337,17 @@ def _npz_index(file: Path, arrays: dict[str, NDArray], prefixes: tuple[str, ...]
     if images.ndim != 4 or images.shape[3] not in (1, 3) or 0 in images.shape:
         raise UserError(f"{where} has shape {images.shape}; it must be [n, height, width, 3] or [n, height, width]")
     images = np.repeat(images, 3, axis=3) if images.shape[3] == 1 else images
-    return _array_index(images, _npz_labels(f"{prefix}_labels in {file}", labels, len(images)), f"{prefix} picture")
+    return _make_array_index(
+        images, _check_npz_labels(f"{prefix}_labels in {file}", labels, len(images)), f"{prefix} image"
+    )
 
 
-def _npz_labels(where: str, labels: NDArray, n: int) -> NDArray:
+def _check_npz_labels(where: str, labels: NDArray, n: int) -> NDArray:
     if labels.dtype.kind not in "iu":
         raise UserError(f"{where} is {labels.dtype}; store labels as whole numbers from 0")
     if labels.size != n or labels.shape[0] != n:
-        raise UserError(f"{where} has shape {labels.shape}; it must be [{n}], one label a picture")
-    if labels.min() < 0 or labels.max() >= MOST_CLASSES:
+        raise UserError(f"{where} has shape {labels.shape}; it must be [{n}], one label per image")
+    if labels.min() < 0 or labels.max() >= MAX_CLASSES:
         raise UserError(f"{where} runs from {labels.min()} to {labels.max()}; labels count from 0, one a class")
     return labels.reshape(n)
 

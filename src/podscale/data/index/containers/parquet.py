@@ -1,8 +1,9 @@
-"""Parquet files as Hugging Face's image data sets have them: a column of encoded pictures, a column of labels.
+"""Parquet files as in Hugging Face's image data sets: a column of encoded images and a column of labels.
 
-The pictures are read in place, so their column must be uncompressed and its pages PLAIN: then each value is four bytes
-of length and the picture. The footer says where the column's pages are, and has the class names in its "huggingface"
-metadata; pages are walked by their headers. The labels, which may be compressed, are pyarrow's to read.
+The images are read in place, so their column must be uncompressed and its pages PLAIN: then each value is four bytes
+of length and the image. The footer gives the position of the column's pages, and has the class names in its
+"huggingface" metadata; the headers of the pages lead from one page to the next. pyarrow reads the labels, which may be
+compressed.
 """
 
 import json
@@ -15,35 +16,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data.index.containers import thrift
-from podscale.data.index.containers.container import Format, Found, Part, Reader, find_shards
+from podscale.data.index.containers.container import ContainerSamples, Format, Listing, Reader, find_shards
 from podscale.errors import UserError
 
 LAYOUT = "train*.parquet and validation*.parquet (or val*, test*), or folders of these names"
 COLUMNS = ((b"image", b"bytes"), (b"image",))
 REWRITE = 'pyarrow.parquet.write_table(pyarrow.parquet.read_table(FILE), NEW, compression="none", use_dictionary=False)'
 CODECS = {1: "SNAPPY", 2: "GZIP", 3: "LZO", 4: "BROTLI", 5: "LZ4", 6: "ZSTD", 7: "LZ4_RAW"}
-MOST_FOOTER_BYTES = 2**23
+MAX_FOOTER_BYTES = 2**23
 _BYTE_ARRAY = 6
 _DATA, _INDEX, _DATA_V2 = 0, 1, 3
 _PLAIN = 0
 
 
-def find(root: Path) -> Found:
-    """The shards: parquet files."""
+def find(root: Path) -> Listing:
+    """List the shards: parquet files."""
     return find_shards(root, lambda name: name.endswith(".parquet"), LAYOUT)
 
 
-def scan(path: str) -> Part:
-    """The samples of a file, in the order of its rows."""
+def scan(path: str) -> ContainerSamples:
+    """Return the samples of a file, in the order of its rows."""
     _check_pyarrow()
     with Reader(path) as reader:
-        footer = _footer(reader)
-        ranges = _pictures(reader, footer)
-        names = _class_names(footer)
-    labels = _labels(path)
+        footer = _read_footer(reader)
+        ranges = _locate_images(reader, footer)
+        names = _parse_class_names(footer)
+    labels = _read_labels(path)
     if len(ranges) != len(labels) or not len(labels):
-        raise UserError(f"{path} has {len(ranges)} pictures and {len(labels)} labels; write it again")
-    return Part(ranges[:, 0].copy(), ranges[:, 1].copy(), labels, classes=names)
+        raise UserError(f"{path} has {len(ranges)} images and {len(labels)} labels; write it again")
+    return ContainerSamples(ranges[:, 0].copy(), ranges[:, 1].copy(), labels, classes=names)
 
 
 def _check_pyarrow() -> None:
@@ -53,7 +54,7 @@ def _check_pyarrow() -> None:
         raise UserError("parquet files need pyarrow; install it: pip install 'podscale[parquet]'") from error
 
 
-def _labels(path: str) -> NDArray[np.int64]:
+def _read_labels(path: str) -> NDArray[np.int64]:
     import pyarrow
     from pyarrow import parquet
 
@@ -79,7 +80,7 @@ def _labels(path: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A column that has values: its path, the level of a value that is there, and of what type it is."""
+    """A column that has values: its path, the definition level of a present value, and its type."""
 
     path: tuple[bytes, ...]
     level: int
@@ -87,76 +88,76 @@ class _Leaf:
     kind: int | None
 
 
-def _footer(reader: Reader) -> dict[int, Any]:
-    end = reader.at(max(reader.size - 8, 0), min(8, reader.size))
+def _read_footer(reader: Reader) -> dict[int, Any]:
+    end = reader.read_range(max(reader.size - 8, 0), min(8, reader.size))
     length = int.from_bytes(end[:4], "little")
-    if end[4:] != b"PAR1" or length > min(reader.size - 8, MOST_FOOTER_BYTES):
-        raise reader.damaged(reader.size, "it does not end as a parquet file does")
+    if end[4:] != b"PAR1" or length > min(reader.size - 8, MAX_FOOTER_BYTES):
+        raise reader.make_damage_error(reader.size, "it does not end as a parquet file does")
     start = reader.size - 8 - length
-    return thrift.struct(reader, start, start + length)[0]
+    return thrift.read_struct(reader, start, start + length)[0]
 
 
-def _structs(values: Any) -> list[dict[int, Any]]:
-    """The structs of a list, of whatever is said to be one."""
+def _select_structs(values: Any) -> list[dict[int, Any]]:
+    """Return the structs in a list; none if the value is not a list."""
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
-def _leaves(reader: Reader, footer: dict[int, Any]) -> list[_Leaf]:
-    """The schema is a tree, written parents first."""
+def _list_leaves(reader: Reader, footer: dict[int, Any]) -> list[_Leaf]:
+    """Return the columns that have values. The schema is a tree, stored parents first."""
     leaves: list[_Leaf] = []
-    open_: list[list[Any]] = []  # path, level, repeated, children to come
-    for element in _structs(footer.get(2)):
-        while open_ and open_[-1][3] == 0:
-            open_.pop()
-        path, level, repeated = ((), 0, False) if not open_ else open_[-1][:3]
-        if open_:
-            open_[-1][3] -= 1
+    parents: list[list[Any]] = []  # path, level, repeated, number of children left
+    for element in _select_structs(footer.get(2)):
+        while parents and parents[-1][3] == 0:
+            parents.pop()
+        path, level, repeated = ((), 0, False) if not parents else parents[-1][:3]
+        if parents:
+            parents[-1][3] -= 1
             name = element.get(4)
             path = (*path, name if isinstance(name, bytes) else b"")
-            repetition = thrift.number(element, 3)
+            repetition = thrift.get_number(element, 3)
             level, repeated = level + (repetition in (1, 2)), repeated or repetition == 2
-        children = thrift.number(element, 5) or 0
-        if len(path) > thrift.MOST_DEPTH:
-            raise reader.damaged(reader.size, "its columns are nested too deeply")
+        children = thrift.get_number(element, 5) or 0
+        if len(path) > thrift.MAX_DEPTH:
+            raise reader.make_damage_error(reader.size, "its columns are nested too deeply")
         if children > 0:
-            open_.append([path, level, repeated, children])
-        elif open_:
-            leaves.append(_Leaf(path, level, repeated, thrift.number(element, 1)))
+            parents.append([path, level, repeated, children])
+        elif parents:
+            leaves.append(_Leaf(path, level, repeated, thrift.get_number(element, 1)))
     return leaves
 
 
-def _pictures(reader: Reader, footer: dict[int, Any]) -> NDArray[np.int64]:
-    """Offset and bytes of every picture [n, 2], over all row groups."""
-    leaf = _picture_leaf(reader, _leaves(reader, footer))
+def _locate_images(reader: Reader, footer: dict[int, Any]) -> NDArray[np.int64]:
+    """Return offset and length of every image [n, 2], over all row groups."""
+    leaf = _find_image_leaf(reader, _list_leaves(reader, footer))
     ranges = [np.zeros((0, 2), np.int64)]
-    for group in _structs(footer.get(4)):
-        chunks = [chunk.get(3) for chunk in _structs(group.get(1)) if 1 not in chunk]  # 1: in another file
+    for group in _select_structs(footer.get(4)):
+        chunks = [chunk.get(3) for chunk in _select_structs(group.get(1)) if 1 not in chunk]  # 1: in another file
         chunk = next((c for c in chunks if isinstance(c, dict) and c.get(3) == list(leaf.path)), None)
-        codec, count, length, start = (thrift.number(chunk, key) for key in (4, 5, 7, 9))
+        codec, count, length, start = (thrift.get_number(chunk, key) for key in (4, 5, 7, 9))
         if chunk is None or codec is None or count is None or length is None or start is None:
-            raise reader.damaged(reader.size, "a row group has no pictures")
+            raise reader.make_damage_error(reader.size, "a row group has no images")
         if codec:
-            raise _rewrite(reader.path, f"compresses its column of pictures ({CODECS.get(codec, codec)})")
-        if thrift.number(chunk, 11):
-            raise _rewrite(reader.path, "keeps pictures in a dictionary")
-        found = list(values(reader, start, start + length, count, leaf.level))
-        ranges.append(np.array(found, np.int64).reshape(-1, 2))
+            raise _make_rewrite_error(reader.path, f"compresses its column of images ({CODECS.get(codec, codec)})")
+        if thrift.get_number(chunk, 11):
+            raise _make_rewrite_error(reader.path, "keeps images in a dictionary")
+        values = list(iterate_values(reader, start, start + length, count, leaf.level))
+        ranges.append(np.array(values, np.int64).reshape(-1, 2))
     return np.concatenate(ranges)
 
 
-def _picture_leaf(reader: Reader, leaves: list[_Leaf]) -> _Leaf:
-    leaf = next((leaf for wanted in COLUMNS for leaf in leaves if leaf.path == wanted), None)
+def _find_image_leaf(reader: Reader, leaves: list[_Leaf]) -> _Leaf:
+    leaf = next((leaf for path in COLUMNS for leaf in leaves if leaf.path == path), None)
     if leaf is None:
         names = ", ".join(sorted({leaf.path[0].decode("utf-8", "replace") for leaf in leaves}))
-        raise UserError(f"{reader.path} has no column image with the bytes of pictures; its columns are {names}")
+        raise UserError(f"{reader.path} has no column image with the bytes of images; its columns are {names}")
     if leaf.repeated or leaf.kind != _BYTE_ARRAY:
-        raise UserError(f"{reader.path} has no single picture a row in its column image; store one as bytes")
+        raise UserError(f"{reader.path} has no single image a row in its column image; store one as bytes")
     return leaf
 
 
-def _class_names(footer: dict[int, Any]) -> tuple[str, ...]:
-    """The names of a ClassLabel, if the schema's metadata has them."""
-    text = next((pair.get(2) for pair in _structs(footer.get(5)) if pair.get(1) == b"huggingface"), None)
+def _parse_class_names(footer: dict[int, Any]) -> tuple[str, ...]:
+    """Return the names of a ClassLabel, if the schema's metadata has them."""
+    text = next((pair.get(2) for pair in _select_structs(footer.get(5)) if pair.get(1) == b"huggingface"), None)
     try:
         names = json.loads(text or b"")["info"]["features"]["label"]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -164,97 +165,97 @@ def _class_names(footer: dict[int, Any]) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
-def _rewrite(path: str, why: str) -> UserError:
+def _make_rewrite_error(path: str, why: str) -> UserError:
     return UserError(f"{path} {why}, so they cannot be read in place; rewrite it: {REWRITE}")
 
 
 # --- pages ---------------------------------------------------------------------------------------------------------
 
 
-def values(reader: Reader, start: int, end: int, count: int, max_level: int) -> Iterator[tuple[int, int]]:
-    """Offset and bytes of each of `count` values of an uncompressed column chunk of byte arrays."""
-    at, left = start, count
-    while left > 0:
-        page, body = thrift.struct(reader, at, end)
-        kind, length = _get(reader, at, page, 1), _get(reader, at, page, 3)
+def iterate_values(reader: Reader, start: int, end: int, count: int, max_level: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of each of `count` values of an uncompressed column chunk of byte arrays."""
+    at, remaining = start, count
+    while remaining > 0:
+        page, body = thrift.read_struct(reader, at, end)
+        kind, length = _require_number(reader, at, page, 1), _require_number(reader, at, page, 3)
         if length < 0 or body + length > min(end, reader.size):
-            raise reader.damaged(at, f"a page has {length} bytes, which is past its column's end")
+            raise reader.make_damage_error(at, f"a page has {length} bytes, which is past its column's end")
         if kind in (_DATA, _DATA_V2):
-            n, first = _levels(reader, at, page, body, body + length, max_level)
-            if n < 0 or n > left:
-                raise reader.damaged(at, f"a page has {n} values where {left} are left")
-            yield from _plain(reader, first, body + length, n)
-            left -= n
+            n, first = _skip_levels(reader, at, page, body, body + length, max_level)
+            if n < 0 or n > remaining:
+                raise reader.make_damage_error(at, f"a page has {n} values where {remaining} are left")
+            yield from _iterate_plain(reader, first, body + length, n)
+            remaining -= n
         elif kind != _INDEX:
-            raise _rewrite(reader.path, "keeps pictures in a dictionary")
+            raise _make_rewrite_error(reader.path, "keeps images in a dictionary")
         at = body + length
 
 
-def _levels(reader: Reader, at: int, page: dict[int, Any], body: int, end: int, max_level: int) -> tuple[int, int]:
-    """How many values a data page has and where they begin, behind the levels that say that none is absent."""
-    second = _get(reader, at, page, 1) == _DATA_V2
-    header = page.get(8 if second else 5)
+def _skip_levels(reader: Reader, at: int, page: dict[int, Any], body: int, end: int, max_level: int) -> tuple[int, int]:
+    """Return the number of values of a data page and where they start, after the levels that prove none is absent."""
+    is_v2 = _require_number(reader, at, page, 1) == _DATA_V2
+    header = page.get(8 if is_v2 else 5)
     if not isinstance(header, dict):
-        raise reader.damaged(at, "a page's header lacks its number of values")
-    n = _get(reader, at, header, 1)
-    if _get(reader, at, header, 4 if second else 2) != _PLAIN:
-        raise _rewrite(reader.path, "encodes its column of pictures")
-    if second:
-        first, bytes_ = body + _get(reader, at, header, 6), _get(reader, at, header, 5)
-        if _get(reader, at, header, 6) or (bytes_ and not max_level):
-            raise reader.damaged(at, "a page has levels that its schema does not")
+        raise reader.make_damage_error(at, "a page's header lacks its number of values")
+    n = _require_number(reader, at, header, 1)
+    if _require_number(reader, at, header, 4 if is_v2 else 2) != _PLAIN:
+        raise _make_rewrite_error(reader.path, "encodes its column of images")
+    if is_v2:
+        first, level_bytes = body + _require_number(reader, at, header, 6), _require_number(reader, at, header, 5)
+        if _require_number(reader, at, header, 6) or (level_bytes and not max_level):
+            raise reader.make_damage_error(at, "a page has levels that its schema does not")
     elif max_level:
-        first, bytes_ = body + 4, int.from_bytes(reader.at(body, 4, end), "little")
+        first, level_bytes = body + 4, int.from_bytes(reader.read_range(body, 4, end), "little")
     else:
-        first, bytes_ = body, 0
-    if bytes_ < 0 or first + bytes_ > end:
-        raise reader.damaged(at, "a page's levels are longer than the page")
-    if max_level and not _all_there(reader, first, first + bytes_, n, max_level):
-        raise UserError(f"{reader.path} has rows without a picture; remove them")
-    return n, first + bytes_
+        first, level_bytes = body, 0
+    if level_bytes < 0 or first + level_bytes > end:
+        raise reader.make_damage_error(at, "a page's levels are longer than the page")
+    if max_level and not _has_all_values(reader, first, first + level_bytes, n, max_level):
+        raise UserError(f"{reader.path} has rows without an image; remove them")
+    return n, first + level_bytes
 
 
-def _all_there(reader: Reader, start: int, end: int, n: int, level: int) -> bool:
-    """Whether all n levels, in runs that are repeated or packed bit by bit, are `level`."""
-    width, at, left = level.bit_length(), start, n
-    while left > 0:
-        head, at = reader.varint(at, end)
-        size = (width + 7) // 8 if not head & 1 else (head >> 1) * width
-        run = reader.at(at, size, end)
+def _has_all_values(reader: Reader, start: int, end: int, n: int, level: int) -> bool:
+    """Return whether all n levels, in runs that are repeated or bit-packed, equal `level`."""
+    width, at, remaining = level.bit_length(), start, n
+    while remaining > 0:
+        header, at = reader.read_varint(at, end)
+        size = (width + 7) // 8 if not header & 1 else (header >> 1) * width
+        run = reader.read_range(at, size, end)
         at += size
         number = int.from_bytes(run, "little")
-        if not head & 1:
-            if head >> 1 and number != level:
+        if not header & 1:
+            if header >> 1 and number != level:
                 return False
-            left -= head >> 1
+            remaining -= header >> 1
         else:
-            count = min((head >> 1) * 8, left)
-            expected = sum(level << width * place for place in range(8))  # eight levels, whole bytes
-            whole, rest = divmod(count, 8)
+            count = min((header >> 1) * 8, remaining)
+            expected = sum(level << width * i for i in range(8))  # eight levels fill whole bytes
+            whole, extra = divmod(count, 8)
             if run[: whole * width] != expected.to_bytes(width, "little") * whole:
                 return False
-            tail = (1 << rest * width) - 1
+            tail = (1 << extra * width) - 1
             if (number >> whole * 8 * width) & tail != expected & tail:
                 return False
-            left -= count
+            remaining -= count
     return True
 
 
-def _plain(reader: Reader, start: int, end: int, n: int) -> Iterator[tuple[int, int]]:
+def _iterate_plain(reader: Reader, start: int, end: int, n: int) -> Iterator[tuple[int, int]]:
     at = start
     for _ in range(n):
-        length = int.from_bytes(reader.at(at, 4, end), "little")
+        length = int.from_bytes(reader.read_range(at, 4, end), "little")
         at += 4
         if at + length > end:
-            raise reader.damaged(at, f"a picture has {length} bytes, which is past its page's end")
+            raise reader.make_damage_error(at, f"an image has {length} bytes, which is past its page's end")
         yield at, length
         at += length
 
 
-def _get(reader: Reader, at: int, fields: dict[int, Any], number: int) -> int:
-    value = thrift.number(fields, number)
+def _require_number(reader: Reader, at: int, fields: dict[int, Any], number: int) -> int:
+    value = thrift.get_number(fields, number)
     if value is None:
-        raise reader.damaged(at, "a page's header makes no sense")
+        raise reader.make_damage_error(at, "a page's header makes no sense")
     return value
 
 
