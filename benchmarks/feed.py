@@ -11,7 +11,6 @@ share of the rate without any.
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -30,9 +29,10 @@ from podscale import recipe as recipes
 from podscale.data import loader, prefetch
 from podscale.data.index.dataset import Index, open_index
 from podscale.plan import Counts
+from podscale.processes.host import count_usable_cores
 from podscale.recipe import Data, Recipe
 from podscale.training.compilation import compile_train_step
-from podscale.training.setup import Job, assemble
+from podscale.training.setup import Setup, assemble
 
 WARM_UP = 3  # calls that are not timed
 
@@ -80,10 +80,10 @@ def prepared(files: Path, options: list[str]) -> str:
 def compare(arguments: argparse.Namespace, indexes: dict[str, Index]) -> None:
     count = len(indexes["files as they are"])
     recipe = recipe_for(arguments)
-    job = assemble(recipe, pods.of(jax.devices()[:1], "1x1"), Counts(count, 2, 2))
+    job = assemble(recipe, pods.make_pod(jax.devices()[:1], "1x1"), Counts(count, 2, 2))
     call = compile_train_step(job)
     made_up = rate(job, call, repeat(batch_of_noise(job)), arguments.calls)[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = count_usable_cores()
     print(
         f"{jax.devices()[0].device_kind}, {cores} cores, {count:,} files, {arguments.model}, {arguments.images} images"
     )
@@ -91,8 +91,8 @@ def compare(arguments: argparse.Namespace, indexes: dict[str, Index]) -> None:
     print(f"{'made up, on the device':<40} {made_up:9,.0f} {1:6.1%} {0:6.1%} {0:6.1%}", flush=True)
     every = np.arange(count)
     ways = dict(indexes)
-    ways["files as they are, kept encoded"] = indexes["files as they are"].cached("encoded", every)
-    ways["files as they are, kept decoded"] = indexes["files as they are"].cached("decoded", every)
+    ways["files as they are, kept encoded"] = indexes["files as they are"].with_cache("encoded", every)
+    ways["files as they are, kept decoded"] = indexes["files as they are"].with_cache("decoded", every)
     for name, index in ways.items():
         if index.cache is not None:
             fill(job, index)
@@ -105,33 +105,33 @@ def recipe_for(arguments: argparse.Namespace) -> Recipe:
     changes = {"batch.size": arguments.images, "batch.span": min(64, arguments.images), "data.lanes": 1}
     changes |= {"data.image_size": arguments.size, "model.name": arguments.model, "train.epochs": 1000}
     changes |= {"data.classes": 2, "data.train_samples": 0, "data.val_samples": 0}
-    return recipes.override(recipes.load("resnet50-imagenet-4k"), changes)
+    return recipes.override_recipe(recipes.load_recipe("resnet50-imagenet-4k"), changes)
 
 
-def batches(job: Job, index: Index, calls: int) -> Iterator[prefetch.Batch]:
+def batches(job: Setup, index: Index, calls: int) -> Iterator[prefetch.Batch]:
     steps = job.plan.steps_per_call
     ranges = [range(i * steps, (i + 1) * steps) for i in range(WARM_UP + calls)]
-    with loader.train_batches(index, job.plan, ranges, pods.batch_sharding(job.mesh, axis=2)) as made:
+    with loader.load_train_batches(index, job.plan, ranges, pods.make_batch_sharding(job.mesh, axis=2)) as made:
         yield from made
 
 
-def fill(job: Job, index: Index) -> None:
+def fill(job: Setup, index: Index) -> None:
     """One pass, which is not timed, puts every picture into the cache."""
     images = job.plan.steps_per_call * job.recipe.batch.size
     for _ in batches(job, index, -(-len(index) // images) - WARM_UP + 1):
         pass
     assert index.cache is not None
-    assert index.cache.filled.all()
+    assert index.cache.is_filled.all()
 
 
-def batch_of_noise(job: Job) -> prefetch.Batch:
+def batch_of_noise(job: Setup) -> prefetch.Batch:
     random, size, shape = np.random.default_rng(0), job.recipe.data.image_size, job.plan.batch_shape
     images = random.integers(0, 256, (*shape, size, size, 3), np.uint8)
-    sharding = pods.batch_sharding(job.mesh, axis=2)
+    sharding = pods.make_batch_sharding(job.mesh, axis=2)
     return prefetch.Batch(*jax.device_put((images, np.zeros(shape, np.int32)), sharding), shape[0])
 
 
-def rate(job: Job, call: Any, source: Iterator[prefetch.Batch], calls: int) -> tuple[float, float]:
+def rate(job: Setup, call: Any, source: Iterator[prefetch.Batch], calls: int) -> tuple[float, float]:
     """Images a second, and the share of the time spent waiting for batches."""
     state = jax.tree.map(lambda array: array.copy(), job.state)  # the call takes over what it is given
     waited, began, before = 0.0, 0.0, None

@@ -48,12 +48,12 @@ BOTH, TRAIN, EVAL = ("train", "eval"), ("train",), ("eval",)
 
 
 def load_recipe(name: str, changes: dict[str, Any]) -> Any:
-    return recipes.override(recipes.load(name), changes)
+    return recipes.override_recipe(recipes.load_recipe(name), changes)
 
 
 def name_pod(text: str, **fields: Any) -> Any:
     """The pod "KIND:ROWSxCOLUMNS" without devices; `fields` (hosts, cores) replace its own."""
-    return replace(pods.named(text), **fields)
+    return replace(pods.named_pod(text), **fields)
 
 
 def with_devices(pod: Any, devices: Any) -> Any:
@@ -62,7 +62,7 @@ def with_devices(pod: Any, devices: Any) -> Any:
 
 def describe_tpu_devices(text: str) -> Any:
     """The devices of a TPU pod that is not here, in the order in which the program numbers them."""
-    return described_devices.pod(pods.named(text)).devices
+    return described_devices.pod(pods.named_pod(text)).devices
 
 
 def make_plan(recipe: Any, pod: Any, options: dict[str, Any]) -> Any:
@@ -90,30 +90,30 @@ def programs_of(plan: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     model = nnx.eval_shape(lambda: registry.build(recipe.model, plan.counts.classes, size))
     net, params, stats = functional(model, recipe.model.freeze)
     schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
-    optimizer = steps.learner(net, plan, schedule)
-    state = jax.eval_shape(lambda p, s: steps.initial_state(recipe, p, s, optimizer), params, stats)
+    optimizer = steps.make_plan_optimizer(net, plan, schedule)
+    state = jax.eval_shape(lambda p, s: steps.init_state(recipe, p, s, optimizer), params, stats)
     state = _everywhere(state, mesh)
     if plan.summation == sharded.NAME:
         cutter = sharded.Cutter(mesh, optimizer, params)
         state = state._replace(optimizer=cutter.like_parts(state.optimizer))
-    train = steps.train_call(net, plan, optimizer, schedule, mesh), (state, *steps.call_arguments(plan, mesh))
+    train = steps.make_train_call(net, plan, optimizer, schedule, mesh), (state, *steps.describe_call_arguments(plan, mesh))
 
-    count, spread = plan.eval_images * plan.pod.size, pods.batch_sharding(mesh)
+    count, spread = plan.eval_images * plan.pod.size, pods.make_batch_sharding(mesh)
     images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=spread)
     labels = jax.ShapeDtypeStruct((count,), np.int32, sharding=spread)
-    tally = _everywhere(jax.eval_shape(steps.empty_tally), mesh)
+    tally = _everywhere(jax.eval_shape(steps.zero_counts), mesh)
     numbers = state.params, state.stats
-    evaluate = steps.eval_call(net, plan, mesh), (*numbers, images, labels, tally)
+    evaluate = steps.make_eval_call(net, plan, mesh), (*numbers, images, labels, tally)
 
     bare = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (*numbers, images))
-    predict = steps.predictor(net, recipe), bare
+    predict = steps.make_predictor(net, recipe), bare
     return {"train": train, "eval": evaluate, "predict": predict}
 
 
 def run_production_path(recipe: Any, shape: str, options: dict[str, Any]) -> None:
     """Prepare a job on virtual CPU devices and compile its programs, by the code that `podscale train` runs."""
     rows, cols = pods.parse_shape(shape)
-    pod = pods.of(jax.devices("cpu")[: rows * cols], shape)
+    pod = pods.make_pod(jax.devices("cpu")[: rows * cols], shape)
     ready = setup.prepare(recipe, pod, Options(**options))
     compilation.compile_train_step(ready)
     compilation.compile_eval_step(ready)

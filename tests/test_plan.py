@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.parallel.batch_norm import Groups
-from podscale.plan import SPARE, Counts, Memory, lanes_per_host, make_plan, tile_for
-from podscale.pod import TILE, Pod, named
-from podscale.recipe import Recipe, load, override
+from podscale.plan import USABLE_SHARE, Counts, Memory, count_lanes_per_host, make_plan, choose_tile
+from podscale.pod import TILE, Pod, named_pod
+from podscale.recipe import Recipe, load_recipe, override_recipe
 
 COUNTS = Counts(10_000, 1000, 10)
 
 
 def recipe(size, span, **changes):
     changes = {name.replace("__", "."): value for name, value in changes.items()}
-    return override(Recipe(), {"batch.size": size, "batch.span": span} | changes)
+    return override_recipe(Recipe(), {"batch.size": size, "batch.span": span} | changes)
 
 
 def refusal(*arguments, **options):
@@ -125,18 +125,18 @@ def test_the_lanes_of_a_host_are_those_of_its_positions(lanes, hosts, times):
     size = lanes * hosts * times
     plan = make_plan(recipe(size, 1, data__lanes=lanes), Pod("cpu", 1, hosts, hosts=hosts), COUNTS)
     most = max(len(set((plan.positions(host) // (size // lanes)).ravel())) for host in range(hosts))
-    assert lanes_per_host(plan) == most
+    assert count_lanes_per_host(plan) == most
 
 
 # --- steps ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_papers_pod():
-    plan = make_plan(load("resnet50-imagenet-32k"), named("v3:32x32"), Counts(1_281_167, 50_000, 1000))
+    plan = make_plan(load_recipe("resnet50-imagenet-32k"), named_pod("v3:32x32"), Counts(1_281_167, 50_000, 1000))
     assert (plan.images_per_device, plan.micro_batches, plan.tile_devices, plan.steps) == (16, 1, 4, 2816)
     assert plan.tile == (1, 2)
     assert plan.groups == Groups(16, TILE)
-    long = make_plan(override(plan.recipe, {"train.epochs": 91}), plan.pod, plan.counts)
+    long = make_plan(override_recipe(plan.recipe, {"train.epochs": 91}), plan.pod, plan.counts)
     assert long.steps == 3558
     assert plan.eval_steps()[:2] == [157, 313]  # after 4 and 8 epochs of 39.1 steps
 
@@ -188,9 +188,9 @@ def test_calls_from_another_plans_checkpoint_leave_no_step_out(plan, data):
 
 def test_a_cpu_does_one_step_a_call_and_others_several():
     counts = Counts(1_281_167, 50_000, 1000)
-    assert make_plan(load("digits"), Pod("cpu", 1, 1), COUNTS).steps_per_call == 1
-    assert 1 < make_plan(load("resnet50-imagenet-32k"), named("v3:32x32"), counts).steps_per_call <= 8
-    assert make_plan(load("resnet50-imagenet-4k"), named("h200:1x1"), counts).steps_per_call == 1
+    assert make_plan(load_recipe("digits"), Pod("cpu", 1, 1), COUNTS).steps_per_call == 1
+    assert 1 < make_plan(load_recipe("resnet50-imagenet-32k"), named_pod("v3:32x32"), counts).steps_per_call <= 8
+    assert make_plan(load_recipe("resnet50-imagenet-4k"), named_pod("h200:1x1"), counts).steps_per_call == 1
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ def test_a_cpu_does_one_step_a_call_and_others_several():
 def test_memory_makes_micro_batches():
     memory = Memory(parameters=100, optimizer=50, input_per_image=1, activations_per_image=20)  # 3 x 64 wait
     for room, slices in ((342 + 20 * 64, 1), (342 + 20 * 32, 2), (342 + 20 * 31, 4), (342 + 20 * 8, 8)):
-        pod = Pod("cpu", 1, 2, memory_bytes=math.ceil(room / SPARE))
+        pod = Pod("cpu", 1, 2, memory_bytes=math.ceil(room / USABLE_SHARE))
         plan = make_plan(recipe(128, 8), pod, COUNTS, memory=memory)
         assert plan.micro_batches == slices
-        assert memory.total(plan.micro_images, plan.input_images) <= SPARE * pod.memory_bytes
+        assert memory.total(plan.micro_images, plan.input_images) <= USABLE_SHARE * pod.memory_bytes
         assert make_plan(recipe(128, 8), pod, COUNTS, Options(micro_batches=2), memory).micro_batches == 2
 
 
@@ -214,7 +214,7 @@ def test_slices_stay_whole_groups_however_little_room_there_is():
 
 
 def test_a_plan_tells_of_itself():
-    plan = make_plan(load("digits"), Pod("v3", 2, 2, 2, hosts=1), COUNTS, Options(micro_batches=2))
+    plan = make_plan(load_recipe("digits"), Pod("v3", 2, 2, 2, hosts=1), COUNTS, Options(micro_batches=2))
     rows = dict(plan.rows())
     assert rows["batch"] == "128 images, 16 a device in 2 micro-batches of 8"
     assert rows["batch norm"] == "groups of 64 over tiles of 2x2 chips x 2 cores"
@@ -233,7 +233,7 @@ def test_spans_that_do_not_fit_are_refused_with_spans_that_do(rows, cols, cores,
     span = data.draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
     options = Options(micro_batches=data.draw(st.sampled_from([0, 1, 2])) if images % 2 == 0 else 0)
     slices = [options.micro_batches] if options.micro_batches else [m for m in range(1, images + 1) if images % m == 0]
-    if any(tile_for(span, images // m, pod) for m in slices):
+    if any(choose_tile(span, images // m, pod) for m in slices):
         make_plan(recipe(size, span), pod, COUNTS, options)
         return
     sentence = refusal(recipe(size, span), pod, COUNTS, options)
@@ -243,7 +243,7 @@ def test_spans_that_do_not_fit_are_refused_with_spans_that_do(rows, cols, cores,
     for other in offered:
         make_plan(recipe(size, other), pod, COUNTS, options)
         between = range(min(other, span) + 1, max(other, span))
-        nearer = [s for s in between if size % s == 0 and any(tile_for(s, images // m, pod) for m in slices)]
+        nearer = [s for s in between if size % s == 0 and any(choose_tile(s, images // m, pod) for m in slices)]
         assert not nearer
 
 
@@ -292,5 +292,5 @@ def test_evaluation_takes_no_more_images_than_there_are(val, images):
 def test_layers_are_fused_where_there_are_kernels_that_gain(fused, capability, changes, kernels):
     gpu = SimpleNamespace(platform="gpu", compute_capability=capability)
     where = Pod("gpu", 1, 1, devices=(gpu,))
-    wanted = override(load("resnet50-imagenet-4k"), {"batch.size": 256, "batch.span": 64, "data.lanes": 1} | changes)
+    wanted = override_recipe(load_recipe("resnet50-imagenet-4k"), {"batch.size": 256, "batch.span": 64, "data.lanes": 1} | changes)
     assert make_plan(wanted, where, Counts(1281167, 50000, 1000), Options(fused=fused)).kernels == kernels

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from podscale.errors import UserError
-from podscale.pod import ALL_AXES, COLUMN, ROW, TILE, Pod, batch_sharding, find, named, of, parse_shape
+from podscale.pod import ALL_AXES, COLUMN, ROW, TILE, Pod, make_batch_sharding, find_pod, named_pod, make_pod, parse_shape
 from podscale.processes import group
 
 
@@ -24,7 +24,7 @@ def refusal(function, *arguments, **options):
 
 @pytest.mark.parametrize("tile", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (4, 4)])
 def test_a_tile_splits_both_dimensions_of_the_torus(tile):
-    mesh = of(jax.devices(), "4x4").mesh(tile)
+    mesh = make_pod(jax.devices(), "4x4").mesh(tile)
     h, w = tile
     assert mesh.axis_names == ALL_AXES == ("tile_y", "y", "tile_x", "x", "core")
     assert mesh.devices.shape == (4 // h, h, 4 // w, w, 1)
@@ -41,10 +41,10 @@ TILINGS = [(shape, tile) for shape in ("2x4", "4x2", "4x4") for tile in ((1, 1),
 )
 @pytest.mark.parametrize("axis", [0, 2])
 def test_each_tile_holds_a_contiguous_block_of_positions(shape, tile, axis):
-    pod = of(jax.devices(), shape)
+    pod = make_pod(jax.devices(), shape)
     h, w = tile
     batch = 2 * pod.size
-    held = batch_sharding(pod.mesh(tile), axis).devices_indices_map((3,) * axis + (batch,))
+    held = make_batch_sharding(pod.mesh(tile), axis).devices_indices_map((3,) * axis + (batch,))
     positions = np.arange(batch)
     blocks = {}
     for (row, col), device in zip(np.ndindex(pod.rows, pod.cols), pod.devices, strict=True):
@@ -70,17 +70,17 @@ def test_each_tile_holds_a_contiguous_block_of_positions(shape, tile, axis):
     ],
 )
 def test_a_named_pod_need_not_be_here(text, cores, hosts, memory, size):
-    pod = named(text)
+    pod = named_pod(text)
     kind, _, shape = text.lower().partition(":")
     assert (pod.kind, pod.shape, pod.cores, pod.hosts, pod.memory_bytes) == (kind, shape, cores, hosts, memory)
-    assert (pod.size, pod.present) == (size, False)
+    assert (pod.size, pod.is_present) == (size, False)
 
 
 def test_kinds_and_shapes_are_refused_with_a_suggestion():
-    assert "did you mean" in refusal(named, "v5:2x2")
-    assert "h200" in refusal(named, "zzz:2x2")
+    assert "did you mean" in refusal(named_pod, "v5:2x2")
+    assert "h200" in refusal(named_pod, "zzz:2x2")
     for text in ("v3", "v3:", "v3:4", "v3:0x4", "v3:4x0", "v3:ax4", "v3:-1x4", "v3:4x4x4", "v3:2.0x2", "v3:²x2"):
-        assert "ROWSxCOLUMNS, such as 2x4" in refusal(named, text)
+        assert "ROWSxCOLUMNS, such as 2x4" in refusal(named_pod, text)
     assert parse_shape("12x3") == (12, 3)
 
 
@@ -88,34 +88,34 @@ def test_kinds_and_shapes_are_refused_with_a_suggestion():
 
 
 def test_what_is_here_is_laid_out_as_square_as_can_be():
-    pod = find()
-    assert (pod.kind, pod.shape, pod.size, pod.hosts, pod.present) == ("cpu", "4x4", 16, 1, True)
+    pod = find_pod()
+    assert (pod.kind, pod.shape, pod.size, pod.hosts, pod.is_present) == ("cpu", "4x4", 16, 1, True)
     assert pod.devices == tuple(jax.devices())
     assert 0 < pod.memory_bytes * 16 < 2**46
 
 
 def test_a_shape_lays_out_all_devices_and_is_refused_with_those_that_fit():
-    assert find(shape="2x8").shape == "2x8"
-    assert refusal(find, shape="3x5") == "pod.shape 3x5 needs 15 chips, but there are 16; try 4x4 or 2x8 or 1x16"
+    assert find_pod(shape="2x8").shape == "2x8"
+    assert refusal(find_pod, shape="3x5") == "pod.shape 3x5 needs 15 chips, but there are 16; try 4x4 or 2x8 or 1x16"
 
 
 def test_virtual_devices_are_as_many_as_asked_for():
-    pod = find(virtual="2x3")
+    pod = find_pod(virtual="2x3")
     assert (pod.kind, pod.shape, pod.devices) == ("cpu", "2x3", tuple(jax.devices()[:6]))
-    assert "17 virtual devices" in refusal(find, virtual="1x17")
-    assert "ROWSxCOLUMNS" in refusal(find, virtual="4")
+    assert "17 virtual devices" in refusal(find_pod, virtual="1x17")
+    assert "ROWSxCOLUMNS" in refusal(find_pod, virtual="4")
 
 
 def test_part_of_the_devices_is_a_pod_too():
-    pod = of(jax.devices(), "2x2")
+    pod = make_pod(jax.devices(), "2x2")
     assert (pod.shape, pod.devices) == ("2x2", tuple(jax.devices()[:4]))
-    assert of(jax.devices()[::-1], "1x2").devices == tuple(jax.devices()[-2:])  # always in their own order
-    assert "17" in refusal(of, jax.devices(), "1x17")
+    assert make_pod(jax.devices()[::-1], "1x2").devices == tuple(jax.devices()[-2:])  # always in their own order
+    assert "17" in refusal(make_pod, jax.devices(), "1x17")
 
 
 def test_pods_compare_without_their_devices():
-    assert of(jax.devices(), "2x2") == of(jax.devices()[4:], "2x2")
-    assert "Device" not in repr(of(jax.devices(), "2x2"))
+    assert make_pod(jax.devices(), "2x2") == make_pod(jax.devices()[4:], "2x2")
+    assert "Device" not in repr(make_pod(jax.devices(), "2x2"))
 
 
 # --- TPU slices and clusters ---------------------------------------------------------------------------------------
@@ -145,26 +145,26 @@ def shuffled(devices):
 
 def test_a_slice_is_laid_out_by_its_coordinates(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: shuffled(tpus(4, 2, limit=123)))
-    pod = find()
+    pod = find_pod()
     assert (pod.kind, pod.rows, pod.cols, pod.cores, pod.size, pod.memory_bytes) == ("TPU v3", 2, 4, 1, 8, 123)
     assert [d.coords[:2] for d in pod.devices] == [(x, y) for y in range(2) for x in range(4)]
 
 
 def test_two_cores_a_chip_are_the_innermost_axis(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: shuffled(tpus(4, 2, cores=2)))
-    pod = find()
+    pod = find_pod()
     assert (pod.rows, pod.cols, pod.cores, pod.size) == (2, 4, 2, 16)
     assert pod.memory_bytes == 16 << 30  # where the device does not tell
     grid = np.array(pod.devices, dtype=object).reshape(2, 4, 2)
     for row, col, core in np.ndindex(2, 4, 2):
         assert (grid[row, col, core].coords, grid[row, col, core].core_on_chip) == ((col, row, 0), core)
-    assert find(shape="4x2").shape == "4x2"
-    assert refusal(find, shape="4x4") == "pod.shape 4x4 needs 16 chips, but there are 8; try 2x4 or 1x8"
+    assert find_pod(shape="4x2").shape == "4x2"
+    assert refusal(find_pod, shape="4x4") == "pod.shape 4x4 needs 16 chips, but there are 8; try 2x4 or 1x8"
 
 
 def test_the_third_dimension_is_folded_into_columns(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: shuffled(tpus(2, 3, layers=2, cores=2)))
-    pod = find()
+    pod = find_pod()
     assert (pod.rows, pod.cols, pod.cores) == (3, 4, 2)
     grid = np.array(pod.devices, dtype=object).reshape(3, 4, 2)
     for row, col, core in np.ndindex(3, 4, 2):
@@ -172,7 +172,7 @@ def test_the_third_dimension_is_folded_into_columns(monkeypatch):
 
 
 def test_part_of_a_slice_keeps_both_cores_of_its_chips():
-    pod = of(tpus(2, 2, cores=2), "1x2")
+    pod = make_pod(tpus(2, 2, cores=2), "1x2")
     assert (pod.size, len(pod.devices)) == (4, 4)
 
 
@@ -184,13 +184,13 @@ def test_a_cluster_is_nodes_by_devices_per_node(monkeypatch):
 
     devices = [gpu(process, 8 * process + local) for process in range(3) for local in range(8)]
     monkeypatch.setattr(jax, "devices", lambda: shuffled(devices))
-    pod = find()
+    pod = find_pod()
     assert (pod.kind, pod.shape, pod.hosts, pod.memory_bytes) == ("NVIDIA H200", "3x8", 3, 99)
     assert [d.id for d in pod.devices] == list(range(24))
     monkeypatch.setattr(
         jax, "devices", lambda: devices[::8] + devices[1:2]
     )  # 4 devices over 3 nodes: no nodes x devices
-    assert find().shape == "2x2"
+    assert find_pod().shape == "2x2"
 
 
 def test_impossible_processes_are_refused():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from podscale import recipe as recipes
 from podscale.errors import UserError
-from podscale.recipe import SECTIONS, Recipe, load, override, parse, presets
+from podscale.recipe import SECTIONS, Recipe, load_recipe, override_recipe, parse_recipe, list_presets
 
 FIELDS = {
     f"{s}.{f.name}": typing.get_type_hints(kind)[f.name]
@@ -35,30 +35,30 @@ def refusal(change, *arguments):
 
 
 def refused(field, value):
-    return refusal(override, Recipe(), {field: value})
+    return refusal(override_recipe, Recipe(), {field: value})
 
 
 # --- presets -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", list_presets())
 def test_a_preset_reads_and_writes_itself(name):
-    recipe = load(name)
-    again = parse(recipe.to_toml(), name=name)
+    recipe = load_recipe(name)
+    again = parse_recipe(recipe.to_toml(), name=name)
     assert again == recipe
-    assert again.digest() == recipe.digest() == load(name).digest()
-    assert recipes.title(recipe.to_toml()) == recipe.name == name
+    assert again.digest() == recipe.digest() == load_recipe(name).digest()
+    assert recipes.parse_title(recipe.to_toml()) == recipe.name == name
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", list_presets())
 def test_a_preset_opens_with_what_it_is_and_its_command(name):
-    assert presets()[name] == load(name).doc
-    assert len(load(name).doc.splitlines()[0]) > 20
-    assert f"podscale train {name}" in load(name).doc
+    assert list_presets()[name] == load_recipe(name).doc
+    assert len(load_recipe(name).doc.splitlines()[0]) > 20
+    assert f"podscale train {name}" in load_recipe(name).doc
 
 
 def test_presets_differ():
-    assert len({load(name).digest() for name in presets()}) == len(presets())
+    assert len({load_recipe(name).digest() for name in list_presets()}) == len(list_presets())
 
 
 # Peak learning rate, warm-up epochs, momentum, weight decay, epochs (none is published for 8192).
@@ -73,7 +73,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_imagenet_presets_are_the_published_settings(size):
-    recipe = load(f"resnet50-imagenet-{size}")
+    recipe = load_recipe(f"resnet50-imagenet-{size}")
     o, s = recipe.optimizer, recipe.schedule
     batch, peak, warmup, momentum, decay, epochs = PUBLISHED[size]
     assert (recipe.batch.size, s.peak, s.warmup_epochs, o.momentum, o.weight_decay) == (
@@ -114,11 +114,11 @@ ALIKE = [
 
 @pytest.mark.parametrize(("field", "text", "value"), ALIKE)
 def test_text_and_values_read_alike(field, text, value):
-    recipe = override(Recipe(), {field: text})
-    assert recipe == override(Recipe(), {field: value})
+    recipe = override_recipe(Recipe(), {field: text})
+    assert recipe == override_recipe(Recipe(), {field: value})
     section, name = field.split(".")
     toml = f"[{section}]\n{name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
-    assert parse(toml) == recipe
+    assert parse_recipe(toml) == recipe
     read, kind = getattr(getattr(recipe, section), name), FIELDS[field]
     assert isinstance(
         read,
@@ -131,7 +131,7 @@ def test_text_and_values_read_alike(field, text, value):
 def test_a_recipe_file_reads_and_keeps_its_name(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("# Mine.\n# Second line.\n\n# not this\n[train]\nepochs = 3\n")
-    recipe = load(path)
+    recipe = load_recipe(path)
     assert (recipe.name, recipe.doc, recipe.train.epochs) == ("mine", "Mine.\nSecond line.", 3.0)
 
 
@@ -152,14 +152,14 @@ def test_the_digest_sees_every_field_and_no_words():
         section, name = field.split(".")
         now = getattr(getattr(recipe, section), name)
         value = {"augment.max_aspect": 2.0, "batch.size": 256}.get(field, another(kind, now))
-        seen.add(override(recipe, {field: value}).digest())
+        seen.add(override_recipe(recipe, {field: value}).digest())
     assert len(seen) == len(FIELDS) + 1
 
 
 @pytest.mark.parametrize("path", ['with "quotes" and \\', "tab\tline\nend", "ümlaut 图片", "del\x7f", "\u2028"])
 def test_any_path_survives_the_file(path):
-    recipe = override(Recipe(), {"data.path": path})
-    assert parse(recipe.to_toml()) == recipe
+    recipe = override_recipe(Recipe(), {"data.path": path})
+    assert parse_recipe(recipe.to_toml()) == recipe
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -225,17 +225,17 @@ def test_values_that_no_machine_number_holds_are_refused(field, value):
 
 
 def test_a_huge_batch_is_answered_at_once():
-    program = "from podscale.recipe import *; override(Recipe(), {'batch.size': 10**12})"
+    program = "from podscale.recipe import *; override_recipe(Recipe(), {'batch.size': 10**12})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
     assert "UserError" in done.stderr or done.returncode == 0
 
 
 def test_toml_mistakes_are_sentences_too():
-    assert re.search("epochs'? stands outside any section", refusal(parse, "epochs = 3"))
-    assert "'optimiser'" in refusal(parse, "[optimiser]\nname = 'sgd'")
-    assert "optimiser" in refusal(parse, "[optimiser]")
-    assert "data has no field 'sub'" in refusal(parse, "[data.sub]\nx = 1")
-    assert "stands outside any section" in refusal(parse, '"a\\nb" = 1')
+    assert re.search("epochs'? stands outside any section", refusal(parse_recipe, "epochs = 3"))
+    assert "'optimiser'" in refusal(parse_recipe, "[optimiser]\nname = 'sgd'")
+    assert "optimiser" in refusal(parse_recipe, "[optimiser]")
+    assert "data has no field 'sub'" in refusal(parse_recipe, "[data.sub]\nx = 1")
+    assert "stands outside any section" in refusal(parse_recipe, '"a\\nb" = 1')
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,15 @@ def test_toml_mistakes_are_sentences_too():
 def test_a_file_that_is_no_toml_is_named(tmp_path, content):
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
-    assert "bad" in refusal(load, path)
+    assert "bad" in refusal(load_recipe, path)
 
 
 def test_a_missing_recipe_is_named(tmp_path):
-    assert "nowhere.toml" in refusal(load, tmp_path / "nowhere.toml")
+    assert "nowhere.toml" in refusal(load_recipe, tmp_path / "nowhere.toml")
     (tmp_path / "folder.toml").mkdir()
-    assert "folder.toml" in refusal(load, tmp_path / "folder.toml")
-    assert refusal(load, "digit").endswith("did you mean digits?")
-    assert "resnet50-imagenet-4k" in refusal(load, "zzz")
+    assert "folder.toml" in refusal(load_recipe, tmp_path / "folder.toml")
+    assert refusal(load_recipe, "digit").endswith("did you mean digits?")
+    assert "resnet50-imagenet-4k" in refusal(load_recipe, "zzz")
 
 
 # --- anything at all -----------------------------------------------------------------------------------------------
@@ -278,14 +278,14 @@ def read_or_refused(make):
         recipe = make()
     except UserError:
         return
-    assert parse(recipe.to_toml(), recipe.name) == recipe
+    assert parse_recipe(recipe.to_toml(), recipe.name) == recipe
     assert all(math.isfinite(v) for s in recipe.to_dict().values() for v in s.values() if isinstance(v, float))
 
 
 @settings(deadline=None, max_examples=300)
 @given(field=st.sampled_from(sorted(FIELDS)), value=VALUES)
 def test_any_value_is_read_or_refused(field, value):
-    read_or_refused(lambda: override(Recipe(), {field: value}))
+    read_or_refused(lambda: override_recipe(Recipe(), {field: value}))
 
 
 @settings(deadline=None)
@@ -310,7 +310,7 @@ def test_any_toml_is_read_or_refused(text):
         tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         return  # `load` names the file; see below
-    read_or_refused(lambda: parse(text))
+    read_or_refused(lambda: parse_recipe(text))
 
 
 @settings(deadline=None)
@@ -318,4 +318,4 @@ def test_any_toml_is_read_or_refused(text):
 def test_any_file_is_read_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_bytes(content)
-    read_or_refused(lambda: load(path))
+    read_or_refused(lambda: load_recipe(path))

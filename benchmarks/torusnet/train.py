@@ -29,24 +29,24 @@ from podscale import plan, pod
 from podscale.processes import group
 from podscale import recipe as recipes
 from podscale.forecast import probe
-from podscale.forecast.compute import work_of
+from podscale.forecast.compute import count_work
 
 number, first, cores, strategy, width = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 shape = sys.argv[6]
 group.join(first, math.prod(map(int, shape.split("x"))), number)
-here = pod.find(shape, cores=cores)
-recipe = recipes.override(recipes.load("digits"), {"model.name": "resnet18", "model.width": width})
-work = work_of(recipe, 10)
-links = probe.measured(here)
-sums = links.summation_s(strategy, 4 * work.parameters) + links.summation_s(strategy, 8 * work.norm_channels)
-message, groups = 8 * work.norm_channels // work.norms, plan.tiled(here, 1)
+here = pod.find_pod(shape, cores=cores)
+recipe = recipes.override_recipe(recipes.load_recipe("digits"), {"model.name": "resnet18", "model.width": width})
+work = count_work(recipe, 10)
+links = probe.measure_links(here)
+sums = links.predict_summation_s(strategy, 4 * work.parameters) + links.predict_summation_s(strategy, 8 * work.norm_channels)
+message, groups = 8 * work.norm_channels // work.norms, plan.make_tiled_groups(here, 1)
 
 def messages(x):  # in a row, as in training; by itself one would be as late as the last process to begin
     for _ in range(2 * work.norms):
         x = norm.over_tile(x, groups) / here.size
     return x
 
-norms, _ = probe.timed(here.mesh((2, 2)), messages, message)
+norms, _ = probe.time_on_mesh(here.mesh((2, 2)), messages, message)
 print(json.dumps({"sums_s": sums, "norms_s": norms, "parameters": work.parameters}))
 group.leave()
 """

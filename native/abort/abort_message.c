@@ -1,8 +1,8 @@
 /* Replace the abort of a process that has lost its peers by one sentence and an exit code.
  *
- * JAX's runtime ends such a process by abort() in a background thread of its own, where Python cannot intervene. The
- * handler tells that abort from all others by the stack: abort() was called by jaxlib itself, not by the C library that
- * found a corrupt heap, and no Python frame lies below it. Any other abort keeps its default effect.
+ * JAX's runtime ends such a process by abort() in one of its own background threads, where Python cannot intervene. The
+ * handler distinguishes that abort from all others by the stack: abort() was called by jaxlib itself, not by the C
+ * library that found a corrupt heap, and no Python frame lies below it. Any other abort keeps its default effect.
  *
  * Nothing in the handler takes a lock: the address ranges are looked up when it is installed.
  */
@@ -43,8 +43,8 @@ static int contains(const Object *object, uintptr_t address) {
     return 0;
 }
 
-/* Whether jaxlib called abort() in a thread that runs no Python. */
-static int peer_is_lost(void) {
+/* Return whether jaxlib called abort() in a thread that runs no Python. */
+static int is_peer_lost(void) {
     void *frames[MAX_FRAMES];
     int count = backtrace(frames, MAX_FRAMES), caller = 0;
     for (int i = 0; i + 1 < count && !caller; i++) {
@@ -61,7 +61,7 @@ static int peer_is_lost(void) {
 }
 
 static void handle_abort(int number) {
-    if (!peer_is_lost()) {
+    if (!is_peer_lost()) {
         signal(number, SIG_DFL);
         raise(number);
         return;
@@ -85,7 +85,7 @@ static void add_ranges(const struct dl_phdr_info *info, Object *object) {
     }
 }
 
-static int look_at_object(struct dl_phdr_info *info, size_t size, void *unused) {
+static int add_object(struct dl_phdr_info *info, size_t size, void *unused) {
     (void)size, (void)unused;
     const char *name = strrchr(info->dlpi_name, '/'), *path = info->dlpi_name;
     name = name ? name + 1 : path;
@@ -106,10 +106,10 @@ static PyObject *install(PyObject *module, PyObject *arguments) {
     memcpy(message, text, message_length);
 
     jaxlib.count = python.count = 0;
-    dl_iterate_phdr(look_at_object, NULL);
+    dl_iterate_phdr(add_object, NULL);
     abort_address = (uintptr_t)dlsym(RTLD_DEFAULT, "abort");
     void *frame;
-    backtrace(&frame, 1); /* loads its library now: later it could not */
+    backtrace(&frame, 1); /* loads its library now: inside the handler it could not */
 
     struct sigaction action;
     memset(&action, 0, sizeof action);

@@ -13,29 +13,35 @@ from typing import Any
 
 _HOMES = {
     "Recipe": "podscale.recipe",
-    "load_recipe": "podscale.recipe:load",
-    "list_presets": "podscale.recipe:presets",
+    "load_recipe": "podscale.recipe",
+    "list_presets": "podscale.recipe",
     "Pod": "podscale.pod",
-    "find_pod": "podscale.pod:find",
-    "named_pod": "podscale.pod:named",
+    "find_pod": "podscale.pod",
+    "named_pod": "podscale.pod",
     "Plan": "podscale.plan",
     "Options": "podscale.config.options",
     "make_plan": "podscale.training.setup:plan_recipe",
     "train": "podscale.training.loop",
-    "Until": "podscale.config.stop_condition",
+    "StopCondition": "podscale.config.stop_condition",
     "Event": "podscale.runs.events",
     "Run": "podscale.runs.folder",
     "evaluate": "podscale.export.inference",
     "predict": "podscale.export.inference",
-    "load_model": "podscale.export.inference:restore",
+    "load_model": "podscale.export.inference",
     "export_model": "podscale.export.write",
-    "register_model": "podscale.models.registry:register",
+    "register_model": "podscale.models.registry",
     "BatchNorm": "podscale.parallel.batch_norm",
     "load_torchvision": "podscale.models.weights.torchvision",
     "to_torchvision": "podscale.models.weights.torchvision",
     "UserError": "podscale.errors",
 }
-_ALIASES = {"presets": "list_presets", "planned": "make_plan", "restore": "load_model", "register": "register_model"}
+_ALIASES = {
+    "Until": "StopCondition",
+    "presets": "list_presets",
+    "planned": "make_plan",
+    "restore": "load_model",
+    "register": "register_model",
+}
 __all__ = [*_HOMES]  # noqa: PLE0604 (all of them are strings)
 
 

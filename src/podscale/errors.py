@@ -1,17 +1,25 @@
-"""The one exception that means: the user asked for something that cannot be. Two others mean the end of a run.
+"""Exceptions that are part of the contract: the user's mistakes, and two ways in which a run ends early.
 
-Every part raises the first with a single sentence that says what is wrong, where, and what to do.
-The command line prints that sentence and exits with code 2; in Python it is an ordinary exception.
-Anything else that escapes is our own mistake and keeps its traceback.
+`UserError` carries one sentence that says what is wrong, where, and what to do. The command line prints that sentence
+and exits with code 2; in Python it is an ordinary exception. Any other exception that escapes is a defect of Podscale
+and keeps its traceback.
 """
 
 
 class UserError(Exception):
-    """What the user asked for cannot be done; the message is one sentence."""
+    """Raised where a request of the user's cannot be fulfilled; the message is one sentence.
+
+    >>> import podscale
+    >>> try:
+    ...     podscale.load_recipe("digit")
+    ... except podscale.UserError as error:
+    ...     print(error)
+    there is no recipe 'digit': did you mean digits?
+    """
 
 
 class PreemptedError(Exception):
-    """A run was asked to stop, and has saved what it knew."""
+    """Raised after a run was asked to stop and has saved its state."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped as asked after step {step:,}, which is saved; the same command goes on from there")
@@ -19,4 +27,4 @@ class PreemptedError(Exception):
 
 
 class DivergedError(Exception):
-    """A run has no number to learn from any more, and going back did not help."""
+    """Raised where a run's loss stays non-finite although it was rolled back."""

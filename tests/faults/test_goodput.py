@@ -41,23 +41,23 @@ def test_the_parts_of_a_run_that_was_killed_sum_to_its_wall_time(tmp_path):
 
 def test_work_after_the_checkpoint_that_a_run_goes_on_from_is_lost(tmp_path):
     first = History(tmp_path, began=0.0, resumed=0)
-    first.note(10, {"train": 40.0, "compile": 10.0}, at=50.0)
-    first.note(20, {"train": 80.0, "compile": 10.0}, at=90.0)
+    first.record(10, {"train": 40.0, "compile": 10.0}, at=50.0)
+    first.record(20, {"train": 80.0, "compile": 10.0}, at=90.0)
     second = History(tmp_path, began=100.0, resumed=10)  # the checkpoint of step 20 was damaged
-    second.note(30, {"train": 60.0}, at=160.0)
+    second.record(30, {"train": 60.0}, at=160.0)
     third = History(tmp_path, began=200.0, resumed=30)
-    found = third.parts({"train": 7.0})
+    found = third.sum_phases({"train": 7.0})
     assert found == {"train": 40.0 + 60.0 + 7.0, "compile": 10.0, LOST: 40.0, DOWN: 10.0 + 40.0}
     assert sum(found.values()) == 207.0
-    assert third.goodput({"train": 7.0}, now=207.0) == pytest.approx(107 / 207)
+    assert third.compute_goodput({"train": 7.0}, now=207.0) == pytest.approx(107 / 207)
 
 
 def test_a_run_that_begins_anew_has_no_past(tmp_path):
-    History(tmp_path, began=0.0, resumed=0).note(5, {"train": 3.0}, at=3.0)
-    assert History(tmp_path, began=50.0, resumed=0).parts({"train": 1.0}) == {"train": 1.0}
+    History(tmp_path, began=0.0, resumed=0).record(5, {"train": 3.0}, at=3.0)
+    assert History(tmp_path, began=50.0, resumed=0).sum_phases({"train": 1.0}) == {"train": 1.0}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '[{"began": 1}]', '{"a": 2}'])
 def test_a_ledger_that_makes_no_sense_is_no_obstacle(tmp_path, text):
     (tmp_path / "ledger.json").write_text(text)
-    assert History(tmp_path, began=5.0, resumed=3).parts({"train": 1.0}) == {"train": 1.0}
+    assert History(tmp_path, began=5.0, resumed=3).sum_phases({"train": 1.0}) == {"train": 1.0}

@@ -10,7 +10,7 @@ import time
 import pytest
 from support.processes import SETTINGS, by_hand, ended, free_port, journal, started, until_step
 
-from podscale.processes.stragglers import Pace, Stragglers, judge
+from podscale.processes.stragglers import Pace, StragglerMonitor, find_stragglers
 
 
 def paces(*changed, processes=4):
@@ -19,9 +19,9 @@ def paces(*changed, processes=4):
 
 
 def test_nobody_is_named_where_all_are_alike():
-    assert judge(paces()) == []
-    assert judge(paces(Pace(1, "host1", 0.3, 0.09, 0.1, 0.008))) == []  # what differs by less than it takes to notice
-    assert judge(paces(processes=1)) == []
+    assert find_stragglers(paces()) == []
+    assert find_stragglers(paces(Pace(1, "host1", 0.3, 0.09, 0.1, 0.008))) == []  # what differs by less than it takes to notice
+    assert find_stragglers(paces(processes=1)) == []
 
 
 @pytest.mark.parametrize(
@@ -34,38 +34,38 @@ def test_nobody_is_named_where_all_are_alike():
 )
 @pytest.mark.parametrize("processes", [3, 4])
 def test_the_slow_one_is_named_with_what_is_slow(part, pace, processes):
-    (found,) = judge(paces(pace, processes=processes))
+    (found,) = find_stragglers(paces(pace, processes=processes))
     assert (found.process, found.host, found.part) == (2, "host2", part)
     assert found.own_s > found.others_s
-    assert "process 2 on host2 holds the others up" in found.told()
+    assert "process 2 on host2 holds the others up" in found.describe()
 
 
 def test_a_process_that_is_kept_from_running_is_slow_in_all_it_does():
-    (found,) = judge(paces(Pace(2, "host2", 0.3, 0.2, 0.2, 0.015)))
+    (found,) = find_stragglers(paces(Pace(2, "host2", 0.3, 0.2, 0.2, 0.015)))
     assert (found.process, found.part) == (2, "host")
 
 
 def test_what_is_slowest_is_named():
-    (found,) = judge(paces(Pace(2, "host2", 0.3, 0.25, 0.12, 0.005)))
+    (found,) = find_stragglers(paces(Pace(2, "host2", 0.3, 0.25, 0.12, 0.005)))
     assert (found.process, found.part) == (2, "input")
 
 
 def test_of_two_the_slower_is_named():
-    (found,) = judge(paces(Pace(1, "host1", 0.3, 0.21, 0.02, 0.005), processes=2))
+    (found,) = find_stragglers(paces(Pace(1, "host1", 0.3, 0.21, 0.02, 0.005), processes=2))
     assert (found.process, found.part) == (1, "input")
 
 
 def test_devices_are_compared_only_where_all_were_timed():
     slow = Pace(2, "host2", 0.3, 0.01, 0.02, 0.015)
-    assert judge(paces(slow, Pace(0, "host0", 0.3, 0.01, 0.02, None))) == []
+    assert find_stragglers(paces(slow, Pace(0, "host0", 0.3, 0.01, 0.02, None))) == []
 
 
 def test_a_slow_look_is_told_when_it_is_confirmed_and_once():
-    stragglers, slow = Stragglers(), judge(paces(Pace(2, "host2", 0.3, 0.21, 0.02, 0.005)))
+    stragglers, slow = StragglerMonitor(), find_stragglers(paces(Pace(2, "host2", 0.3, 0.21, 0.02, 0.005)))
     told = []
     for found in (slow, [], slow, slow, slow, [], slow, slow):
         stragglers._note(found)
-        told.append(len(stragglers.news()))
+        told.append(len(stragglers.pop_new()))
     assert told == [0, 0, 0, 1, 0, 0, 0, 1]
 
 

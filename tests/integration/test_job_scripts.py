@@ -20,7 +20,7 @@ SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
 def parsed(words):
     """A `podscale` command as the program reads it."""
     assert words[0] == "podscale"
-    arguments = parser.parse(words[1:])
+    arguments = parser.parse_arguments(words[1:])
     cli_arguments.read_recipe(arguments)
     return arguments
 

@@ -60,7 +60,7 @@ def test_processes_train_what_one_process_trains(tmp_path):
         assert abs(many["accuracy"] - one["accuracy"]) <= 2 / 360  # an example or two on the edge of rounding
         evals = [m for m in Run.load(folder).metrics() if m["event"] == "eval"]
         assert [m["examples"] for m in evals] == [360, 360]
-        correct = Run.load(folder).findings()["correct"]  # every process's answers, each in its place
+        correct = Run.load(folder).mistakes()["correct"]  # every process's answers, each in its place
         assert sum(correct) == round(many["accuracy"] * 360)
 
 

@@ -19,7 +19,7 @@ from podscale.errors import UserError
 
 coordinator, number = sys.argv[1], int(sys.argv[2])
 group.join(coordinator, 2, number)
-here = pod.find("1x2", cores=2)
+here = pod.find_pod("1x2", cores=2)
 send, sent = multihost_utils.process_allgather, []
 def counting(arrays, **how):
     sent.append(np.asarray(arrays).nbytes)

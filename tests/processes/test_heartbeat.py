@@ -19,7 +19,7 @@ joining = [threading.Thread(target=store.connect) for store in stores]
 
 told = {}
 
-class Noting(peers.Peers):
+class Noting(peers.PeerMonitor):
     def _leave(self, found):
         told.setdefault(self._process, found)
 

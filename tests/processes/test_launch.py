@@ -26,7 +26,7 @@ from support.processes import (
 from podscale.cli.main import main
 from podscale.errors import UserError
 from podscale.processes import launch
-from podscale.processes.launch import Death
+from podscale.processes.launch import ProcessExit
 
 PREEMPTED = 75
 MISTAKES = [
@@ -58,19 +58,19 @@ def test_what_the_processes_refuse_is_said_once_and_not_tried_again(tmp_path):
 
 
 def test_deaths_are_told_and_signals_come_before_what_followed_from_them():
-    assert launch._cause([Death(0, 69), Death(3, 1), Death(2, -9)]) == Death(2, -9)
-    assert launch._cause([Death(0, 69), Death(3, 70)]) == Death(3, 70)
-    assert Death(1, -15).code == 69
+    assert launch._find_cause([ProcessExit(0, 69), ProcessExit(3, 1), ProcessExit(2, -9)]) == ProcessExit(2, -9)
+    assert launch._find_cause([ProcessExit(0, 69), ProcessExit(3, 70)]) == ProcessExit(3, 70)
+    assert ProcessExit(1, -15).code == 69
 
 
 def test_gpus_are_shared_among_the_processes(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert launch._gpus(["train"], 2) == ["4,5", "6,7"]
-    assert launch._gpus(["train"], 1) == [None]
-    assert launch._gpus(["train", "--pod.virtual", "2x4"], 8) == [None] * 8
+    assert launch._assign_gpus(["train"], 2) == ["4,5", "6,7"]
+    assert launch._assign_gpus(["train"], 1) == [None]
+    assert launch._assign_gpus(["train", "--pod.virtual", "2x4"], 8) == [None] * 8
     with pytest.raises(UserError, match="8 processes cannot share 4 GPUs: start 4, or simulate"):
-        launch._gpus(["train"], 8)
+        launch._assign_gpus(["train"], 8)
 
 
 def listening(pid):

@@ -38,77 +38,77 @@ def port(place):
 
 
 def test_without_a_launcher_there_is_one_process(tmp_path):
-    assert schedulers.found({}, tmp_path) is None
+    assert schedulers.detect_process_info({}, tmp_path) is None
 
 
 def test_slurms_tasks_find_the_first_host():
-    place = schedulers.found(SLURM)
-    assert (place.processes, place.process, place.local, place.here, host(place)) == (6, 3, 1, 2, "gpu07")
-    assert place.bind_address() is None
-    assert schedulers.found(SLURM | {"SLURM_PROCID": "5", "SLURM_NODEID": "2"}).coordinator == place.coordinator
-    assert schedulers.found(SLURM | {"SLURM_STEP_ID": "1"}).coordinator != place.coordinator
+    place = schedulers.detect_process_info(SLURM)
+    assert (place.processes, place.process, place.local_process, place.local_processes, host(place)) == (6, 3, 1, 2, "gpu07")
+    assert place.get_bind_address() is None
+    assert schedulers.detect_process_info(SLURM | {"SLURM_PROCID": "5", "SLURM_NODEID": "2"}).coordinator == place.coordinator
+    assert schedulers.detect_process_info(SLURM | {"SLURM_STEP_ID": "1"}).coordinator != place.coordinator
     assert 61440 <= port(place) < 65536
 
 
 def test_on_one_node_only_loopback_is_used():
-    place = schedulers.found(SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "6"})
-    assert (host(place), place.here, place.bind_address()) == ("127.0.0.1", 1, place.coordinator)
+    place = schedulers.detect_process_info(SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "6"})
+    assert (host(place), place.local_processes, place.get_bind_address()) == ("127.0.0.1", 1, place.coordinator)
     alone = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    assert host(schedulers.found(alone)) == "127.0.0.1"
+    assert host(schedulers.detect_process_info(alone)) == "127.0.0.1"
 
 
 def test_one_task_is_one_process():
-    assert schedulers.found(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert schedulers.found(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert schedulers.detect_process_info(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert schedulers.detect_process_info(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
 
 
 def test_a_batch_script_itself_is_no_task(tmp_path):
-    assert schedulers.found({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, tmp_path) is None
+    assert schedulers.detect_process_info({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, tmp_path) is None
 
 
 def test_open_mpi_tells_more_than_slurm_around_it():
-    place = schedulers.found(SLURM | OPEN_MPI)
-    assert (place.told_by, place.processes, place.process, host(place)) == ("Open MPI", 4, 2, "192.0.2.2")
+    place = schedulers.detect_process_info(SLURM | OPEN_MPI)
+    assert (place.launcher, place.processes, place.process, host(place)) == ("Open MPI", 4, 2, "192.0.2.2")
 
 
 def test_a_newer_open_mpi_needs_to_be_told_where_the_first_process_is():
     newer = {k: v for k, v in OPEN_MPI.items() if "uri" not in k} | {"PMIX_NAMESPACE": "prterun-a-1@1"}
     with pytest.raises(UserError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"):
-        schedulers.found(newer)
-    assert schedulers.found(newer | {"JAX_COORDINATOR_ADDRESS": "a:1"}).coordinator == "a:1"
-    assert host(schedulers.found(newer | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})) == "127.0.0.1"
+        schedulers.detect_process_info(newer)
+    assert schedulers.detect_process_info(newer | {"JAX_COORDINATOR_ADDRESS": "a:1"}).coordinator == "a:1"
+    assert host(schedulers.detect_process_info(newer | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})) == "127.0.0.1"
 
 
 def test_the_port_may_be_chosen():
     for environment in (SLURM, OPEN_MPI):
-        assert port(schedulers.found(environment | {"JAX_COORDINATOR_PORT": "1234"})) == 1234
+        assert port(schedulers.detect_process_info(environment | {"JAX_COORDINATOR_PORT": "1234"})) == 1234
 
 
 def test_a_pod_of_an_indexed_job_finds_its_first(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "digits-workers-0-3.digits.default.svc.cluster.local")
-    place = schedulers.found({"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4"})
-    assert (place.told_by, place.process, place.processes) == ("Kubernetes", 3, 4)
+    place = schedulers.detect_process_info({"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4"})
+    assert (place.launcher, place.process, place.processes) == ("Kubernetes", 3, 4)
     assert host(place) == "digits-workers-0-0.digits.default.svc.cluster.local"
 
 
 def test_an_indexed_job_of_trainings_on_their_own_is_left_alone(tmp_path):
-    assert schedulers.found({"JOB_COMPLETION_INDEX": "3"}, tmp_path) is None
+    assert schedulers.detect_process_info({"JOB_COMPLETION_INDEX": "3"}, tmp_path) is None
 
 
 def test_jaxs_own_variables_are_all_or_none():
     three = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "a:1"}
-    assert schedulers.found(three).told() == "process 1 of 2, told by the environment"
+    assert schedulers.detect_process_info(three).describe() == "process 1 of 2, told by the environment"
     for name in ("JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"):
         with pytest.raises(UserError, match="or none of them"):
-            schedulers.found({k: v for k, v in three.items() if k != name})
+            schedulers.detect_process_info({k: v for k, v in three.items() if k != name})
 
 
 def test_the_hosts_of_a_tpu_slice_are_named():
     four = {"TPU_WORKER_HOSTNAMES": "t0,t1,t2,t3", "TPU_WORKER_ID": "2"}
-    place = schedulers.found(four)
+    place = schedulers.detect_process_info(four)
     assert (place.coordinator, place.processes, place.process) == ("t0:8482", 4, 2)
     second = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "first:8080"}
-    place = schedulers.found(four | second)
+    place = schedulers.detect_process_info(four | second)
     assert (place.coordinator, place.processes, place.process) == ("first:8482", 8, 6)
 
 
@@ -145,50 +145,50 @@ def chip(machine, vendor="0x1ae0"):
 def test_a_tpu_machine_asks_who_else_is_there(metadata, tmp_path):
     environment, known = metadata
     machine = chip(tmp_path)
-    place = schedulers.found(environment, machine)
+    place = schedulers.detect_process_info(environment, machine)
     assert (place.coordinator, place.processes, place.process) == ("10.0.0.1:8482", 2, 1)
     known["worker-network-endpoints"] = "10.0.0.1,10.0.0.2,10.0.0.3"
-    assert schedulers.found(environment, machine).processes == 3
+    assert schedulers.detect_process_info(environment, machine).processes == 3
     known["worker-network-endpoints"] = "10.0.0.1"
-    assert schedulers.found(environment, machine) is None
-    assert schedulers.found(environment | {"JAX_PLATFORMS": "cpu"}, machine) is None
+    assert schedulers.detect_process_info(environment, machine) is None
+    assert schedulers.detect_process_info(environment | {"JAX_PLATFORMS": "cpu"}, machine) is None
     known.clear()
-    assert schedulers.found(environment, machine) is None
+    assert schedulers.detect_process_info(environment, machine) is None
 
 
 def test_a_machine_without_tpus_asks_nobody(metadata, tmp_path):
     environment, _ = metadata
-    assert schedulers.found(environment, chip(tmp_path, vendor="0x8086")) is None
+    assert schedulers.detect_process_info(environment, chip(tmp_path, vendor="0x8086")) is None
 
 
 def test_a_process_without_a_number_is_told_so():
     with pytest.raises(UserError, match="SLURM_PROCID"):
-        schedulers.found({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"})
+        schedulers.detect_process_info({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"})
 
 
 @pytest.mark.parametrize("coordinator", ["localhost:1", "127.0.0.1:80", "[::1]:9"])
 def test_a_coordinator_on_loopback_listens_there_alone(coordinator):
-    assert schedulers.by_hand(coordinator, 2, 0).bind_address() == coordinator
+    assert schedulers.make_process_info(coordinator, 2, 0).get_bind_address() == coordinator
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", ":1", "a:b", "a:"])
 def test_a_coordinator_that_is_none_is_refused(coordinator):
     with pytest.raises(UserError, match="HOST:PORT"):
-        schedulers.by_hand(coordinator, 2, 0)
+        schedulers.make_process_info(coordinator, 2, 0)
 
 
 def test_gpus_are_shared_out():
-    assert [schedulers.gpus_of(i, 3, 8) for i in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
-    assert schedulers.gpus_of(3, 4, 1) is None  # the one that the scheduler gave to this task
+    assert [schedulers.assign_gpus(i, 3, 8) for i in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert schedulers.assign_gpus(3, 4, 1) is None  # the one that the scheduler gave to this task
     with pytest.raises(UserError, match="cannot share 2 GPUs"):
-        schedulers.gpus_of(0, 4, 2)
+        schedulers.assign_gpus(0, 4, 2)
 
 
 def test_gpus_are_counted(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert schedulers.visible_gpus({}, tmp_path) == 2
-    assert schedulers.visible_gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == 1
-    assert schedulers.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert schedulers.visible_gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == 0
+    assert schedulers.count_visible_gpus({}, tmp_path) == 2
+    assert schedulers.count_visible_gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == 1
+    assert schedulers.count_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert schedulers.count_visible_gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == 0

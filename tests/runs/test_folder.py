@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from podscale.errors import UserError
-from podscale.recipe import load, override
+from podscale.recipe import load_recipe, override_recipe
 from podscale.report import counter
 from podscale.runs import environment
 from podscale.runs.folder import Run
@@ -24,7 +24,7 @@ CLASSES = ("cat", "dog")
 
 @pytest.fixture
 def recipe():
-    return load("digits")
+    return load_recipe("digits")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_run_is_read_back_as_it_was_written(run, recipe):
 
 
 def test_each_recipe_has_its_own_folder(recipe):
-    other = override(recipe, {"train.seed": 1})
+    other = override_recipe(recipe, {"train.seed": 1})
     assert Run.default_folder(recipe) == Path("runs") / f"digits-{recipe.digest()}" != Run.default_folder(other)
 
 
@@ -81,7 +81,7 @@ def test_the_same_recipe_goes_on_in_its_folder(run, recipe):
 def test_another_recipe_is_refused_and_nothing_is_written(run, recipe, changes, words):
     before = contents(run.folder)
     for attempt in (Run.check, lambda folder, other: Run.create(folder, other, {}, CLASSES)):
-        sentence = refusal(attempt, run.folder, override(recipe, changes))
+        sentence = refusal(attempt, run.folder, override_recipe(recipe, changes))
         assert str(run.folder) in sentence
         assert words in sentence
     assert contents(run.folder) == before
@@ -105,7 +105,7 @@ def test_an_empty_or_missing_folder_will_do(tmp_path, recipe):
 def test_a_folder_without_a_run_is_named(tmp_path):
     assert str(tmp_path) in refusal(Run.load, tmp_path)
     assert "nowhere" in refusal(Run.load, tmp_path / "nowhere")
-    assert str(tmp_path) in refusal(Run.newest, tmp_path)
+    assert str(tmp_path) in refusal(Run.load_newest, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"x = ", b"\xff\xfe"])
@@ -119,11 +119,11 @@ def test_a_broken_recipe_in_a_run_is_named(run, recipe, content):
 
 def test_the_newest_run_is_the_one_worked_on_last(tmp_path, recipe):
     for number in range(3):
-        Run.create(tmp_path / str(number), override(recipe, {"train.seed": number}), {}, CLASSES)
+        Run.create(tmp_path / str(number), override_recipe(recipe, {"train.seed": number}), {}, CLASSES)
         os.utime(tmp_path / str(number) / "recipe.toml", (1000 + number, 1000 + number))
-    assert Run.newest(tmp_path).recipe.train.seed == 2
+    assert Run.load_newest(tmp_path).recipe.train.seed == 2
     Run.create(tmp_path / "0", recipe, {}, CLASSES)  # resumed now
-    assert Run.newest(tmp_path).recipe.train.seed == 0
+    assert Run.load_newest(tmp_path).recipe.train.seed == 0
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
@@ -223,7 +223,7 @@ def test_the_parts_of_a_ledger_sum_to_the_wall_time():
             time.sleep(0.01)
     time.sleep(0.02)
     least = time.perf_counter() - began
-    parts = ledger.parts()
+    parts = ledger.get_phases()
     most = time.perf_counter() - before
     assert least <= sum(parts.values()) <= most
     assert parts["train"] >= 0.02
@@ -236,7 +236,7 @@ def test_time_is_booked_though_the_work_fails():
     ledger = PhaseTimer()
     with pytest.raises(ValueError, match="broken"), ledger.measure("train"):
         raise ValueError("broken")
-    assert ledger.parts()["train"] > 0
+    assert ledger.get_phases()["train"] > 0
 
 
 def test_a_part_inside_another_is_booked_once_and_known_before_it_ends():
@@ -246,7 +246,7 @@ def test_a_part_inside_another_is_booked_once_and_known_before_it_ends():
         with ledger.measure("check"):
             time.sleep(0.02)
         time.sleep(0.01)
-        parts = ledger.parts()
+        parts = ledger.get_phases()
     assert parts["train"] >= 0.02
     assert parts["check"] >= 0.02
     assert parts["other"] < 0.01
@@ -258,9 +258,9 @@ def test_a_part_inside_another_is_booked_once_and_known_before_it_ends():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
-    monkeypatch.setattr(counter, "PLAIN_EVERY_S", 0)
+    monkeypatch.setattr(counter, "LINE_INTERVAL_S", 0)
     shown = io.StringIO()
-    with counter.counting(Console(file=shown, force_terminal=terminal, width=100), "indexing") as tell:
+    with counter.show_progress(Console(file=shown, force_terminal=terminal, width=100), "indexing") as tell:
         assert "indexing" not in shown.getvalue()
         tell("pictures", 1200, 5000)
     assert ("1200/5000" if terminal else "indexing pictures: 1,200 of 5,000\n") in shown.getvalue()
@@ -268,6 +268,6 @@ def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
 
 def test_a_library_that_is_only_on_the_path_has_no_version_and_stops_nothing(monkeypatch):
     monkeypatch.setattr(environment, "LIBRARIES", ("numpy", "a-package-that-nobody-installed"))
-    found = environment.library_versions()
+    found = environment.list_library_versions()
     assert found["a-package-that-nobody-installed"] == "not installed"
     assert found["numpy"] == np.__version__

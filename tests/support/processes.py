@@ -57,8 +57,8 @@ def alone(folder, shape, settings=SETTINGS):
     changes = {name.removeprefix("--"): value for name, value in zip(words[1::2], words[2::2], strict=True)}
     rows, cols = pod.parse_shape(shape)
     with jax.enable_x64(True):
-        recipe = recipes.override(recipes.load(words[0]), changes)
-        where = pod.of(jax.devices()[: rows * cols], shape)
+        recipe = recipes.override_recipe(recipes.load_recipe(words[0]), changes)
+        where = pod.make_pod(jax.devices()[: rows * cols], shape)
         loop.train(recipe, pod=where, folder=folder, console=Console(quiet=True))
 
 
@@ -124,7 +124,7 @@ def learnt(folder):
     """All numbers that a run has learnt, by name."""
     run = Run.load(folder)
     with jax.enable_x64(True), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        job = prepare(run.recipe, pod.of(jax.devices()[:1], "1x1"))
+        job = prepare(run.recipe, pod.make_pod(jax.devices()[:1], "1x1"))
         state = checkpoints.restore(checkpoints.newest(), job.state)
         return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
 

@@ -1,1 +1,1 @@
-"""Fields of recipes, machine options and the stop condition: read, checked, documented."""
+"""Documented, checked fields: of recipes, machine options and the stop condition."""

@@ -1,7 +1,7 @@
-"""Dataclass fields with a line of documentation, set from TOML values or from text, checked.
+"""Define documented dataclass fields, and set them from TOML values or text with checks.
 
-Recipes, pods and plans are frozen dataclasses that people fill in from files and from the command line. Reading a value
-is the same everywhere, so the same mistake gets the same sentence wherever it is made.
+Recipes and options are frozen dataclasses that users fill in from files and from the command line. Both go through the
+functions here, so the same mistake gets the same message wherever it is made.
 """
 
 import dataclasses
@@ -16,17 +16,25 @@ T = TypeVar("T")
 
 
 def document_field(default: Any, doc: str) -> Any:
-    """A dataclass field with a default and the line that `--help` shows for it."""
+    """Return a dataclass field with a default and the line that `--help` shows for it."""
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
 def replace_fields(section: T, name: str, values: dict[str, Any]) -> T:
-    """A copy of the dataclass `section`, called `name` in messages, with some fields set.
+    """Return a copy of a dataclass with some fields set.
+
+    Args:
+        section: the dataclass.
+        name: what messages call it.
+        values: new values by field; text is read as TOML.
+
+    Raises:
+        UserError: there is no such field, or a value has the wrong type.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Oven:
     ...     heat: float = 180.0
-    >>> changed(Oven(), "oven", {"heat": "200"})
+    >>> replace_fields(Oven(), "oven", {"heat": "200"})
     Oven(heat=200.0)
     """
     kinds = typing.get_type_hints(type(section))
@@ -37,27 +45,41 @@ def replace_fields(section: T, name: str, values: dict[str, Any]) -> T:
     return dataclasses.replace(section, **new)  # type: ignore[type-var]
 
 
-ADDED_CHOICES: dict[str, list[str]] = {}  # choices of fields that programs have added, by "section.field"
+ADDED_CHOICES: dict[str, list[str]] = {}  # choices that programs have added, by "section.field"
 
 
 def add_choice(where: str, name: str) -> None:
-    """Lets a field that takes one of a few names take another."""
+    """Allow another name for a field that takes one of a few.
+
+    Args:
+        where: "section.field".
+        name: the new choice.
+    """
     ADDED_CHOICES.setdefault(where, []).append(name)
 
 
 def coerce(where: str, value: Any, kind: Any) -> Any:
-    """`value` as `kind`, or one sentence that says why not."""
+    """Return `value` converted to `kind`.
+
+    Args:
+        where: "section.field", for messages.
+        value: a TOML value, or text.
+        kind: the field's type.
+
+    Raises:
+        UserError: the value does not fit.
+    """
     if isinstance(value, str) and kind is not str and typing.get_origin(kind) is not Literal:
-        value = _from_text(where, value, kind)
+        value = _parse_text(where, value, kind)
     origin = typing.get_origin(kind)
     if origin is Literal:
         choices = [*typing.get_args(kind), *ADDED_CHOICES.get(where, ())]
         if value not in choices:
-            raise UserError(f"{where} cannot be {_shown(value)}: choose {', '.join(map(str, choices))}")
+            raise UserError(f"{where} cannot be {_format_value(value)}: choose {', '.join(map(str, choices))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise UserError(f"{where} must be a list, not {_shown(value)}")
+            raise UserError(f"{where} must be a list, not {_format_value(value)}")
         return tuple(coerce(where, v, typing.get_args(kind)[0]) for v in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
@@ -65,29 +87,29 @@ def coerce(where: str, value: Any, kind: Any) -> Any:
         except OverflowError:
             raise UserError(f"{where} is too large for a number") from None
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise UserError(f"{where} must be {_kind_name(kind)}, not {_shown(value)}")
+        raise UserError(f"{where} must be {_describe_kind(kind)}, not {_format_value(value)}")
     if kind is int and abs(value) >= 2**63:
         raise UserError(f"{where} is too large for a number")
     return value
 
 
-def _from_text(where: str, text: str, kind: Any) -> Any:
+def _parse_text(where: str, text: str, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
         return [part.strip("'\"") for part in parts if part]
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # ValueError: no TOML, or more digits than Python reads
+    except (ValueError, RecursionError):  # ValueError: not TOML, or more digits than Python reads
         text = text if len(text) <= 40 else text[:40] + "..."
-        raise UserError(f"{where} must be {_kind_name(kind)}, not {text!r}") from None
+        raise UserError(f"{where} must be {_describe_kind(kind)}, not {text!r}") from None
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     try:
         return repr(value)
     except ValueError:  # Python does not print the longest numbers
         return "a number of so many digits"
 
 
-def _kind_name(kind: Any) -> str:
+def _describe_kind(kind: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

@@ -1,12 +1,13 @@
-"""What a user may fix about the machine's side of a run; none of it changes what is learnt.
+"""Options of the machine's side of a run; none of them changes what is learnt.
 
-These stand apart from the rooms that use them so that `--help` can list them without importing JAX.
+They are separate from the modules that use them so that `--help` can list them without importing JAX.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from podscale.config.fields import document_field as _field
+from podscale.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class PodOptions:
     """Which devices, and how they are laid out."""
 
     shape: str = _field("", "rows x columns of the devices that are there, such as 2x4")
-    virtual: str = _field("", "so many CPU devices instead, such as 2x2: a real, if slow, torus")
+    virtual: str = _field("", "simulate this many devices on the CPU, such as 2x2")
     cores: int = _field(0, "devices that make up a chip; on CPUs so many in each process; 0: as the hardware says")
     heartbeat_s: float = _field(
         60.0, "seconds without a sign of life after which a process counts as dead, and all end"
@@ -23,7 +24,13 @@ class PodOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """How the recipe is mapped onto the pod; zeros and "auto" leave it to the plan."""
+    """How the recipe is mapped onto the pod; zeros and "auto" leave it to the plan.
+
+    Args: the fields; each has a line of documentation in its metadata, which `--help` and docs/recipes.md show.
+
+    >>> Options(summation="torus", micro_batches=2).payload
+    'float32'
+    """
 
     summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "sharded"] = _field(
         "auto", "how gradients are summed"
@@ -35,7 +42,7 @@ class Options:
     eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")
     cache: Literal["auto", "none", "encoded", "decoded", "device"] = _field(
         "auto",
-        "where pictures are kept: after the first pass in the hosts' memory, or from the start on every device; "
+        "where images are cached: after the first pass in the hosts' memory, or from the start on every device; "
         "auto: on the devices if that is little of a GPU's or TPU's memory, else decoded or else encoded if they fit",
     )
     cache_gib: float = _field(0.0, "memory that the cache may take on each host; 0: half of what is free")
@@ -49,3 +56,15 @@ class Options:
     )
     deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
     keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")
+
+
+def check_options(options: Options) -> None:
+    """Refuse options that are out of range.
+
+    Raises:
+        UserError: the message names the option, the range and the value.
+    """
+    for field, value in vars(options).items():
+        least = -1 if field == "bucket_mib" else 0
+        if isinstance(value, int | float) and value < least:
+            raise UserError(f"plan.{field} must be {least} or more, not {value}")

@@ -1,4 +1,4 @@
-"""Until: the accuracy that a training aims for; the paper's headline is the time it takes to get there."""
+"""StopCondition: the accuracy at which a training stops; the paper's headline is the time it takes to get there."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +9,14 @@ METRICS = {"accuracy": "accuracy", "top5": "accuracy_top5"}
 
 
 @dataclass(frozen=True)
-class Until:
-    """Training stops at the first evaluation whose `metric` reaches `value`.
+class StopCondition:
+    """Stops training at the first evaluation whose `metric` reaches `value`.
 
-    >>> Until.parse("accuracy=0.763").reached({"accuracy": 0.77})
+    Args:
+        metric: "accuracy" or "accuracy_top5".
+        value: share of the validation images, between 0 and 1.
+
+    >>> StopCondition.parse("accuracy=0.763").is_reached({"accuracy": 0.77})
     True
     """
 
@@ -20,17 +24,21 @@ class Until:
     value: float
 
     @classmethod
-    def parse(cls, text: str) -> "Until":
-        """From "accuracy=0.763"."""
+    def parse(cls, text: str) -> "StopCondition":
+        """Return the condition that a text such as "accuracy=0.763" stands for.
+
+        Raises:
+            UserError: the text has another form, or the value can never be reached.
+        """
         metric, _, value = text.partition("=")
         try:
-            until = cls(METRICS[metric], float(value))
+            condition = cls(METRICS[metric], float(value))
         except (KeyError, ValueError):
             raise UserError(f"--until takes accuracy=NUMBER or top5=NUMBER, not {text!r}") from None
-        if not 0 <= until.value <= 1:
+        if not 0 <= condition.value <= 1:
             raise UserError(f"--until {text} can never be reached: an accuracy is between 0 and 1")
-        return until
+        return condition
 
-    def reached(self, found: dict[str, Any]) -> bool:
-        """Whether an evaluation reaches it."""
-        return bool(found[self.metric] >= self.value)
+    def is_reached(self, evaluation: dict[str, Any]) -> bool:
+        """Return whether an evaluation's values satisfy the condition."""
+        return bool(evaluation[self.metric] >= self.value)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """The hint that ends a sentence about an unknown name.
+    """Return the hint that ends a message about an unknown name.
 
-    >>> nearest("resnet51", ["resnet50", "resnet101"])
+    >>> suggest_names("resnet51", ["resnet50", "resnet101"])
     'did you mean resnet50 or resnet101?'
-    >>> nearest("zzz", ["b", "a"])
+    >>> suggest_names("zzz", ["b", "a"])
     'known: a, b'
     """
     known = list(known)
@@ -18,10 +18,10 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def divisors(whole: int) -> list[int]:
-    """The numbers that divide `whole`, from 1 up.
+def list_divisors(whole: int) -> list[int]:
+    """Return the numbers that divide `whole`, from 1 up.
 
-    >>> divisors(12)
+    >>> list_divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
     small = [d for d in range(1, math.isqrt(whole) + 1) if whole % d == 0]
@@ -29,9 +29,9 @@ def divisors(whole: int) -> list[int]:
 
 
 def suggest_numbers(value: int, valid: Iterable[int]) -> str:
-    """The valid numbers on either side of `value`, for the end of a sentence.
+    """Return the hint that ends a message about a number: the valid ones on either side of it.
 
-    >>> nearest_numbers(96, [16, 32, 64, 128, 256])
+    >>> suggest_numbers(96, [16, 32, 64, 128, 256])
     'nearest that do: 64, 128'
     """
     valid = sorted(set(valid))

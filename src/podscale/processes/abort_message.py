@@ -1,23 +1,23 @@
-"""Say one sentence when JAX's runtime aborts this process because it has lost its peers.
+"""Print one sentence when JAX's runtime aborts this process because it has lost its peers.
 
-When the first of several processes is gone, JAX's runtime aborts all others at once, in a thread of its own and with a
-page of its own text; Python never hears of it. So the sentence is handed to native code in advance, together with the
-exit code of a process that has lost its peers. Other aborts, such as a corrupt heap, are left alone. Without the native
-extension, JAX's text and SIGABRT remain.
+When the main process is gone, JAX's runtime aborts all others at once, in one of its own threads and with a page of its
+own text, and Python code gets no chance to run. So the sentence is given to native code in advance, together with the
+exit code of a process that has lost its peers. Other aborts, such as that of a corrupt heap, keep their effect. Without
+the native extension, JAX's text and SIGABRT remain.
 """
 
-from podscale.processes.heartbeat import GONE
+from podscale.processes.heartbeat import PEER_LOST
 
 
 def install(process: int, processes: int) -> bool:
-    """Prepare the message of one of several processes.
+    """Install the message that this process prints when it has lost its peers.
 
     Args:
         process: this process's number.
         processes: how many there are; nothing is installed where there is only one.
 
     Returns:
-        Whether the native extension is there to do so.
+        Whether the native extension is available.
     """
     try:
         from podscale.processes import _abort
@@ -28,6 +28,6 @@ def install(process: int, processes: int) -> bool:
         _abort.install(
             f"podscale: process {process} ends: {lost} gone or cannot be reached (the lines above say how); "
             "the same command goes on from the last checkpoint\n",
-            GONE,
+            PEER_LOST,
         )
     return True

@@ -15,48 +15,55 @@ from jax.experimental import multihost_utils
 from podscale.errors import UserError
 from podscale.processes import heartbeat, schedulers
 
-# --- many processes ----------------------------------------------------------------------------------------------
-
 MESSAGE_BYTES = 1000
-_place = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
+_rank_and_size = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
 
 
 def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat_s: float = 60.0) -> None:
-    """Joins the other processes of this run, if there are any; must come before anything that touches a device.
+    """Join the other processes of this run, if there are any; must come before anything that touches a device.
 
-    The arguments name them; else a launcher does, if there is one. A process that is not heard of for `heartbeat_s`
-    seconds counts as dead, and all end.
+    Args:
+        coordinator: HOST:PORT of the main process; empty: as the launcher says, if there is one.
+        processes: how many there are; only with `coordinator`.
+        process: this process's number; only with `coordinator`.
+        heartbeat_s: seconds without a sign of life after which a process counts as dead, and all end.
+
+    Raises:
+        UserError: the arguments make no sense, or the others cannot be joined.
     """
-    global _place  # noqa: PLW0603
-    place = schedulers.by_hand(coordinator, processes, process) if coordinator else schedulers.found()
-    if place is None:
+    global _rank_and_size  # noqa: PLW0603
+    if coordinator:
+        info = schedulers.make_process_info(coordinator, processes, process)
+    else:
+        info = schedulers.detect_process_info()
+    if info is None:
         return
     if heartbeat_s < 1:
         raise UserError(f"pod.heartbeat_s must be 1 or more, not {heartbeat_s:g}")
-    bind = place.bind_address()
+    bind = info.get_bind_address()
     if bind:
         _listen_on_loopback()
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.processes,
-            place.process,
-            schedulers.gpus_of(place.local, place.here, schedulers.visible_gpus()),
+            info.coordinator,
+            info.processes,
+            info.process,
+            schedulers.assign_gpus(info.local_process, info.local_processes, schedulers.count_visible_gpus()),
             cluster_detection_method="deactivate",
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=round(heartbeat_s),
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"{place.told()}, cannot join the others at {place.coordinator}: {_first_line(error)}"
+            f"{info.describe()}, cannot join the others at {info.coordinator}: {_first_line(error)}"
         ) from None
-    _place = (place.process, place.processes)
-    store = key_value_store()
+    _rank_and_size = (info.process, info.processes)
+    store = get_key_value_store()
     if store is not None:
-        heartbeat.watch(store, place.process, place.processes, heartbeat_s)
+        heartbeat.start_monitor(store, info.process, info.processes, heartbeat_s)
 
 
-def key_value_store() -> Any:
+def get_key_value_store() -> Any:
     """Return JAX's store of keys and values, which all processes share; None where there is only one process."""
     from jax._src import distributed  # it has no public name
 
@@ -65,7 +72,7 @@ def key_value_store() -> Any:
 
 
 def _listen_on_loopback() -> None:
-    """Has sums between CPUs listen on loopback alone, and not on whatever address the machine's name stands for."""
+    """Make collectives between CPUs listen on loopback only, not on the address that the machine's name resolves to."""
     from jax._src.lib import _jax  # nothing public sets it
 
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
@@ -77,25 +84,25 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def rank_and_size() -> tuple[int, int]:
-    """Which process this is, and how many have joined."""
-    return _place
+def get_rank_and_size() -> tuple[int, int]:
+    """Return this process's number, and how many processes have joined."""
+    return _rank_and_size
 
 
 def leave() -> None:
-    """Parts from the other processes once all of them are here: whoever left alone would look dead to the rest."""
+    """Leave the group once all processes are here: a process that left alone would look dead to the others."""
     if jax.process_count() > 1:
-        heartbeat.part()
+        heartbeat.stop_monitor()
         jax.distributed.shutdown()
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that writes files and talks to people: the first."""
+    """Return whether this is process 0, which writes files and prints for the user."""
     return bool(jax.process_index() == 0)
 
 
 def count_local_processes() -> int:
-    """How many of the joined processes run on this machine, and share its memory."""
+    """Return how many of the joined processes run on this machine, and share its memory."""
     if jax.process_count() == 1:
         return 1
     name = np.uint32(zlib.crc32(socket.gethostname().encode()))
@@ -103,22 +110,26 @@ def count_local_processes() -> int:
 
 
 def all_agree(agrees: bool) -> bool:
-    """Whether all processes agree; all of them must ask."""
+    """Return whether all processes agree; all of them must call this."""
     return agrees if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(agrees))))
 
 
 def broadcast_int(number: int) -> int:
-    """The first process's number, in all of them: what each sees of a clock or a shared folder may differ."""
+    """Return the main process's number in all processes: clocks and shared folders may look different in each."""
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def broadcast_arrays(tree: Any) -> Any:
-    """The first process's arrays, in all of them: the last bits of what each computes for itself may differ."""
+    """Return the main process's arrays in all processes: the last bits of what each computes itself may differ."""
     return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
 
 def run_on_main_process(work: Callable[[], object]) -> None:
-    """Has the first process do `work`; what keeps it from that is a `UserError` in all of them, and nobody waits."""
+    """Run `work` in the main process; all processes wait for it.
+
+    Raises:
+        UserError: in all processes, if `work` raised a UserError or an OSError.
+    """
     message = ""
     if is_main_process():
         try:
@@ -126,7 +137,7 @@ def run_on_main_process(work: Callable[[], object]) -> None:
         except (UserError, OSError) as error:
             message = str(error)
     if jax.process_count() > 1:
-        letter = np.frombuffer(message.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES), np.uint8)
-        message = bytes(multihost_utils.broadcast_one_to_all(letter)).decode(errors="replace").strip()
+        encoded = np.frombuffer(message.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES), np.uint8)
+        message = bytes(multihost_utils.broadcast_one_to_all(encoded)).decode(errors="replace").strip()
     if message:
         raise UserError(message)

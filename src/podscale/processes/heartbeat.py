@@ -1,9 +1,10 @@
-"""Peers: the processes of a run stand and fall together.
+"""Monitor the other processes of a run, and end all of them together when one fails.
 
-A process that fails leaves the others waiting in their next sum. JAX's runtime notices one that is dead after a while,
-and aborts all, but it does not know why, and it knows nothing of a process that refused its input. So every process
-tells through JAX's own store of keys and values that it is alive, and the first one listens. Who must end writes down
-why and with which code; all read that, say it, and end with the same code.
+A process that fails leaves the others waiting in their next collective. JAX's runtime notices a dead process after a
+while and aborts all, but it does not know why, and it does not notice a process that refused its input. So every
+process publishes through JAX's key-value store that it is alive, and the main process reads those signs of life. A
+process that must end writes the reason and the exit code; all processes read them, print them, and exit with the same
+code.
 """
 
 import atexit
@@ -21,207 +22,218 @@ import jax
 
 from podscale.errors import UserError
 
-GONE = 69  # what sysexits.h calls unavailable: another process is gone; the run resumes from its last checkpoint
-ALIVE, TROUBLE, END = "podscale/alive", "podscale/trouble", "podscale/end"
+PEER_LOST = 69  # what sysexits.h calls unavailable: another process is gone; the run resumes from its last checkpoint
+ALIVE, TROUBLE, END = "podscale/alive", "podscale/trouble", "podscale/end"  # keys of the store
 BEAT_S = 1.0  # between two signs of life, or a tenth of the heartbeat
-PATIENCE = 0.7  # of the heartbeat: then we say who is gone, before JAX's runtime aborts without saying it
-SILENT_BEATS = 4  # beats missed by a process that is gone, where others already have trouble,
-SILENT_SHARE = 1 / 15  # or this share of a long heartbeat: there, signs of life may come late
-VERDICT_SILENCES = 2  # silences in which the first process finds out who is gone
-FAREWELL_BEATS = 3  # for which the first process stays, so that all can read how it ended
-MEETING_S = 3600.0  # for which a process waits for the others to come to the same point
-LONGEST_WORDS = 300  # characters of an error that the others are told of
+LOST_SHARE = 0.7  # of the heartbeat: then we report which process is gone, before JAX's runtime aborts without a name
+SUSPECT_BEATS = 4  # missed beats after which a process counts as gone if others already report trouble,
+SUSPECT_SHARE = 1 / 15  # or this share of a long heartbeat, where signs of life may come late
+INQUIRY_LIMITS = 2  # times that limit, in which the main process finds out which process is gone
+LINGER_BEATS = 3  # for which the main process stays, so that all can read how it ended
+BARRIER_TIMEOUT_S = 3600.0  # for which a process waits for the others to reach the same point
+MAX_REASON_CHARS = 300  # of an error's text that the other processes get
 LEFT = "left"
-NotThereError = jax.errors.JaxRuntimeError  # of a key, or of the process that keeps the keys
+KeyMissingError = jax.errors.JaxRuntimeError  # a key is missing, or the process that keeps the keys is
 
 
-class End(NamedTuple):
-    """Why all end, and with which code."""
+class GroupExit(NamedTuple):
+    """Why all processes end, and with which exit code."""
 
     code: int
-    why: str
+    reason: str
 
 
-class Peers:
-    """The other processes, as this one hears of them."""
+class PeerMonitor:
+    """Publishes this process's signs of life and, in the main process, checks those of all others."""
 
     def __init__(self, store: Any, process: int, processes: int, heartbeat_s: float) -> None:
         self._store, self._process, self._heartbeat_s = store, process, heartbeat_s
-        self._meetings = 0
+        self._barriers = 0
         self.beat_s = min(BEAT_S, heartbeat_s / 10)
-        self._silence_s = max(SILENT_BEATS * self.beat_s, SILENT_SHARE * heartbeat_s)
-        self._heard = {number: ("", time.monotonic()) for number in range(processes)}
-        self._over, self._busy_ending = threading.Event(), False
-        self._thread = threading.Thread(target=self._live, name="podscale-peers", daemon=True)
+        self._suspect_s = max(SUSPECT_BEATS * self.beat_s, SUSPECT_SHARE * heartbeat_s)
+        self._last_signs = {number: ("", time.monotonic()) for number in range(processes)}
+        self._stopped, self._is_ending = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="podscale-peers", daemon=True)
         self._thread.start()
 
-    def end(self) -> End | None:
-        """Why all must end, if they must."""
+    def read_exit(self) -> GroupExit | None:
+        """Return why all processes must end; None while none has asked for it."""
         try:
-            return End(*json.loads(self._store.key_value_try_get(END)))
-        except NotThereError:
+            return GroupExit(*json.loads(self._store.key_value_try_get(END)))
+        except KeyMissingError:
             return None
 
-    def call_end(self, code: int, why: str) -> End:
-        """Has all processes end; whoever calls first says why."""
-        with suppress(NotThereError):
-            self._store.key_value_set(END, json.dumps((code, why)))
-        return self.end() or End(code, why)
+    def request_exit(self, code: int, reason: str) -> GroupExit:
+        """Make all processes end, and return why: the first request counts."""
+        with suppress(KeyMissingError):
+            self._store.key_value_set(END, json.dumps((code, reason)))
+        return self.read_exit() or GroupExit(code, reason)
 
-    def complain(self, why: str) -> None:
-        """A sum has failed: someone may be gone, and the first process shall look at once."""
-        with suppress(NotThereError):
-            self._store.key_value_set(f"{TROUBLE}/{self._process}", why, allow_overwrite=True)
+    def report_trouble(self, reason: str) -> None:
+        """Report that a collective failed: a process may be gone, and the main process checks with a shorter limit."""
+        with suppress(KeyMissingError):
+            self._store.key_value_set(f"{TROUBLE}/{self._process}", reason, allow_overwrite=True)
 
-    def verdict(self, why: str) -> End | None:
-        """After a complaint: what it comes to, if the first process finds anyone missing."""
-        self._busy_ending = True
-        self.complain(why)
-        for _ in range(round(VERDICT_SILENCES * self._silence_s / self.beat_s)):
-            if found := self.end():
-                return found
+    def await_exit(self, reason: str) -> GroupExit | None:
+        """Report trouble and return why all end; None if the main process finds nobody missing."""
+        self._is_ending = True
+        self.report_trouble(reason)
+        for _ in range(round(INQUIRY_LIMITS * self._suspect_s / self.beat_s)):
+            if group_exit := self.read_exit():
+                return group_exit
             time.sleep(self.beat_s)
         return None
 
-    def meet(self) -> None:
-        """Waits until all have come here, each for the same time in the same order."""
-        self._meetings += 1
-        self._store.wait_at_barrier(f"podscale/meeting/{self._meetings}", round(1000 * MEETING_S))
+    def wait_for_peers(self) -> None:
+        """Wait until all processes have called this, each for the same time in the same order."""
+        self._barriers += 1
+        self._store.wait_at_barrier(f"podscale/meeting/{self._barriers}", round(1000 * BARRIER_TIMEOUT_S))
 
-    def farewell(self) -> None:
-        """The last thing before an exit that is no success."""
-        self._busy_ending = True
+    def linger(self) -> None:
+        """Wait before an exit that is not a success, so that the others can still read the main process's store."""
+        self._is_ending = True
         if self._process == 0:
-            time.sleep(FAREWELL_BEATS * self.beat_s)
+            time.sleep(LINGER_BEATS * self.beat_s)
 
-    def part(self) -> None:
-        """Leaves in peace: the others need not listen for this process any more."""
-        self._over.set()
+    def stop(self) -> None:
+        """Stop publishing, and tell the main process to expect no more signs of life from here."""
+        self._stopped.set()
         self._thread.join()
-        with suppress(NotThereError):
+        with suppress(KeyMissingError):
             self._store.key_value_set(f"{ALIVE}/{self._process}", LEFT, allow_overwrite=True)
 
-    # --- the thread ---
+    # --- in the thread ---
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         number = 0
         while True:
-            with suppress(NotThereError):  # no answer: JAX's runtime ends this process if that lasts
+            with suppress(KeyMissingError):  # no answer: JAX's runtime ends this process if that lasts
                 sign = f"{number} {socket.gethostname()}"
                 self._store.key_value_set(f"{ALIVE}/{self._process}", sign, allow_overwrite=True)
                 if self._process == 0:
-                    self._listen()
-                found = self.end()
-                if found and not self._busy_ending:
-                    self._leave(found)
+                    self._check_peers()
+                group_exit = self.read_exit()
+                if group_exit and not self._is_ending:
+                    self._exit(group_exit)
             number += 1
-            if self._over.wait(self.beat_s):
+            if self._stopped.wait(self.beat_s):
                 return
 
-    def _listen(self) -> None:
+    def _check_peers(self) -> None:
         now = time.monotonic()
         for key, sign in self._store.key_value_dir_get(ALIVE):
             number = int(key.rpartition("/")[2])
-            if sign == LEFT or sign != self._heard[number][0]:
-                self._heard[number] = (sign, now)
-        limit, told = PATIENCE * self._heartbeat_s, ""
-        for key, why in self._store.key_value_dir_get(TROUBLE):
-            limit, told = min(limit, self._silence_s), f" (process {key.rpartition('/')[2]}: {why})"
-        gone = {number: sign for number, (sign, at) in self._heard.items() if now - at > limit}
+            if sign == LEFT or sign != self._last_signs[number][0]:
+                self._last_signs[number] = (sign, now)
+        limit, trouble = LOST_SHARE * self._heartbeat_s, ""
+        for key, reason in self._store.key_value_dir_get(TROUBLE):
+            limit, trouble = min(limit, self._suspect_s), f" (process {key.rpartition('/')[2]}: {reason})"
+        gone = {number: sign for number, (sign, at) in self._last_signs.items() if now - at > limit}
         if gone:
-            named = " and ".join(f"process {number} on {sign.partition(' ')[2]}" for number, sign in gone.items())
+            names = " and ".join(f"process {number} on {sign.partition(' ')[2]}" for number, sign in gone.items())
             verb = "is" if len(gone) == 1 else "are"
-            self.call_end(GONE, f"{named} {verb} gone: no sign of life for {limit:.0f} s{told}")
+            self.request_exit(PEER_LOST, f"{names} {verb} gone: no sign of life for {limit:.0f} s{trouble}")
 
-    def _leave(self, found: End) -> None:
-        self.farewell()
-        say(found)
-        os._exit(found.code)
+    def _exit(self, group_exit: GroupExit) -> None:
+        self.linger()
+        print_exit(group_exit)
+        os._exit(group_exit.code)
 
 
-def say(found: End) -> None:
-    """The sentence that all end with."""
-    hint = "" if found.code == 2 else "; the same command goes on from the last checkpoint"
+def print_exit(group_exit: GroupExit) -> None:
+    """Print the sentence that all processes end with."""
+    hint = "" if group_exit.code == 2 else "; the same command goes on from the last checkpoint"
     sys.stdout.flush()
-    print(f"podscale: {found.why}{hint}", file=sys.stderr, flush=True)
+    print(f"podscale: {group_exit.reason}{hint}", file=sys.stderr, flush=True)
 
 
-_peers: Peers | None = None
+_monitor: PeerMonitor | None = None
 
 
-def watch(store: Any, process: int, processes: int, heartbeat_s: float) -> None:
-    """Live with the other processes from now on; this one has just joined them."""
-    global _peers  # noqa: PLW0603  # as there is one JAX runtime in a process
-    _peers = Peers(store, process, processes, heartbeat_s)
-    atexit.register(part)  # before JAX's own, so that nobody talks to what is no longer there
+def start_monitor(store: Any, process: int, processes: int, heartbeat_s: float) -> None:
+    """Start to monitor the processes that this one has just joined.
 
-
-def part() -> None:
-    """Leaves the others in peace, if there are any."""
-    global _peers  # noqa: PLW0603
-    if _peers:
-        _peers.part()
-        _peers = None
-
-
-def meet() -> None:
-    """Waits for the other processes, if there are any, for as long as they live.
-
-    To be called before a sum that some may come to much later than others: between CPUs a process that has waited half
-    a minute for another one's message gives up.
+    Args:
+        store: JAX's key-value store, which all processes share.
+        process: this process's number.
+        processes: how many there are.
+        heartbeat_s: seconds without a sign of life after which a process counts as dead.
     """
-    if _peers:
-        _peers.meet()
+    global _monitor  # noqa: PLW0603  # as there is one JAX runtime in a process
+    _monitor = PeerMonitor(store, process, processes, heartbeat_s)
+    atexit.register(stop_monitor)  # before JAX's own handler, so that nobody uses a store that is closed
+
+
+def stop_monitor() -> None:
+    """Leave the other processes, if there are any; they do not count this one as dead."""
+    global _monitor  # noqa: PLW0603
+    if _monitor:
+        _monitor.stop()
+        _monitor = None
+
+
+def wait_for_peers() -> None:
+    """Wait for the other processes, if there are any, for as long as they live.
+
+    To be called before a collective that some processes may reach much later than others: between CPUs, a process that
+    has waited half a minute for another one's message gives up.
+    """
+    if _monitor:
+        _monitor.wait_for_peers()
 
 
 @contextmanager
-def together(*alike: type[BaseException]) -> Iterator[None]:
-    """What fails inside ends all processes, even if this one cannot get out of here; not so what all raise `alike`."""
+def fail_together(*shared: type[BaseException]) -> Iterator[None]:
+    """End all processes if this one fails inside the block, even where it cannot get out of it.
+
+    Args:
+        *shared: exceptions that all processes raise alike; they end none of the others.
+    """
     try:
         yield
-    except alike:
+    except shared:
         raise
     except BaseException as error:
-        if _peers:
-            _fail(_peers, error)
+        if _monitor:
+            _report_failure(_monitor, error)
         raise
 
 
-def _fail(peers: Peers, error: BaseException) -> None:
+def _report_failure(monitor: PeerMonitor, error: BaseException) -> None:
     if isinstance(error, jax.errors.JaxRuntimeError):
-        peers.complain(_first_line(error))
+        monitor.report_trouble(_first_line(error))
     elif isinstance(error, KeyboardInterrupt):
-        peers.call_end(130, "interrupted")
+        monitor.request_exit(130, "interrupted")
     else:
-        peers.call_end(*_end_by(error))
+        monitor.request_exit(*_make_exit(error))
 
 
-def _end_by(error: BaseException) -> End:
+def _make_exit(error: BaseException) -> GroupExit:
     if isinstance(error, UserError):
-        return End(2, str(error))
-    return End(1, f"process {jax.process_index()} failed: {type(error).__name__}: {_first_line(error)}")
+        return GroupExit(2, str(error))
+    return GroupExit(1, f"process {jax.process_index()} failed: {type(error).__name__}: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:LONGEST_WORDS]
+    return (str(error).splitlines() or [""])[0][:MAX_REASON_CHARS]
 
 
-def settle(error: BaseException) -> End | None:
-    """How all end after an error that is none of the user's; None: by this error itself, or alone."""
-    if not _peers:
+def agree_on_exit(error: BaseException) -> GroupExit | None:
+    """Return how all processes end after an error that is not the user's; None: by this error itself, or alone."""
+    if not _monitor:
         return None
-    found = _peers.verdict(_first_line(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
-    if found is None:
-        own = _end_by(error)
-        found = _peers.call_end(*own)
-        found = None if found == own else found
-    return found
+    group_exit = _monitor.await_exit(_first_line(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+    if group_exit is None:
+        from_error = _make_exit(error)
+        group_exit = _monitor.request_exit(*from_error)
+        group_exit = None if group_exit == from_error else group_exit
+    return group_exit
 
 
-def farewell(code: int, why: str) -> int:
-    """The code that all end with; called last, by a process that does not end well."""
-    if not _peers:
+def announce_exit(code: int, reason: str) -> int:
+    """Return the exit code that all processes end with; the last call of a process that does not succeed."""
+    if not _monitor:
         return code
-    code = _peers.call_end(code, why).code
-    _peers.farewell()
+    code = _monitor.request_exit(code, reason).code
+    _monitor.linger()
     return code

@@ -1,12 +1,12 @@
-"""Describe the host that this process runs on: processor, usable cores, memory."""
+"""Describe the host that this process runs on: processor, usable cores, usable memory."""
 
 import os
 import platform
 from pathlib import Path
 
 
-def processor_name() -> str:
-    """The name of the processor, as far as the system tells."""
+def read_processor_name() -> str:
+    """Return the processor's name, as far as the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -15,19 +15,14 @@ def processor_name() -> str:
     return next(names, platform.machine())
 
 
-def usable_cores() -> int:
-    """The cores this process may use, which in a container are fewer than the machine's."""
+def count_usable_cores() -> int:
+    """Return how many cores this process may use; in a container, fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory_bytes() -> int:
-    """Memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def container_memory_bytes() -> int:
-    """The machine's memory, or what a container leaves of it."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def measure_usable_memory() -> int:
+    """Return bytes of memory that this process may use: the machine's, or the container's limit if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(whole, int(text)) if text.isdecimal() else whole
+    return min(total, int(text)) if text.isdecimal() else total

@@ -1,8 +1,8 @@
-"""Launch: a command as several processes on this machine, which find each other over loopback.
+"""Launch a command as several processes on this machine, which find each other over loopback.
 
-The first process speaks; what the others say goes to a file each, and is shown if they are why it failed. Signals are
-passed on. If a process dies, the rest ends too, and the death is named. With restarts, the same command is then started
-again, and goes on from its last checkpoint.
+The main process prints; the output of each other process goes to a file, whose end is printed if that process is why
+the command failed. Signals are forwarded. If a process dies, the others are ended too, and the message names it. With
+restarts, the same command is then started again, and resumes from its last checkpoint.
 """
 
 import ctypes
@@ -21,33 +21,34 @@ from typing import IO, Any, NamedTuple
 
 from podscale.errors import UserError
 from podscale.processes import schedulers
+from podscale.storage.paths import require_local
 
-USER_ERROR, DIVERGED, GONE, PREEMPTED, INTERRUPTED = 2, 65, 69, 75, 130
-FINAL = (0, USER_ERROR, DIVERGED, INTERRUPTED)  # exit codes after which the same command would end in the same way
-GRACE_S = 6.0  # in which the others may say what they have to say, once one has ended
-KILLED_GRACE_S = 1.0  # the same, if it was killed: they know no more than we do
-FAREWELL_S = 60.0  # in which the others end, once one has ended well: they leave together
+USER_ERROR, DIVERGED, PEER_LOST, PREEMPTED, INTERRUPTED = 2, 65, 69, 75, 130
+FINAL_CODES = (0, USER_ERROR, DIVERGED, INTERRUPTED)  # after these, the same command would end in the same way
+GRACE_S = 6.0  # in which the others may report what they know, once one has failed
+KILLED_GRACE_S = 1.0  # the same, if it was killed: they know no more than the launcher
+SUCCESS_GRACE_S = 60.0  # in which the others end, once one has succeeded: they leave together
 POLL_S = 0.05
 SHOWN_LINES = 20
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 
 
-class Death(NamedTuple):
+class ProcessExit(NamedTuple):
     """How a process ended."""
 
     process: int
-    status: int  # as subprocess has it: an exit code, or the negative number of a signal
+    status: int  # as in subprocess: an exit code, or the negative number of a signal
 
     @property
     def code(self) -> int:
-        """The exit code that says the same."""
-        return self.status if self.status >= 0 else GONE
+        """The launcher's exit code for it."""
+        return self.status if self.status >= 0 else PEER_LOST
 
-    def told(self) -> str:
-        """In words.
+    def describe(self) -> str:
+        """Return it as a clause of a message.
 
-        >>> Death(2, -9).told(), Death(0, 70).told()
+        >>> ProcessExit(2, -9).describe(), ProcessExit(0, 70).describe()
         ('process 2 was killed by SIGKILL', 'process 0 ended with exit code 70')
         """
         if self.status >= 0:
@@ -55,127 +56,139 @@ class Death(NamedTuple):
         return f"process {self.process} was killed by {signal.Signals(-self.status).name}"
 
 
-def launch(command: list[str], processes: int, restarts: int = 0, logs: str | None = None) -> int:
-    """Runs `podscale COMMAND` as so many processes; returns the exit code of all.
+def launch_processes(command: list[str], processes: int, restarts: int = 0, logs: str | None = None) -> int:
+    """Run `podscale COMMAND` as several processes.
 
-    After a fault, the same command is started again, up to `restarts` times. Not so after success, after a mistake of
-    the user's, or if this process was itself asked to stop.
+    Args:
+        command: the arguments of `podscale`.
+        processes: how many to start.
+        restarts: how often the same command is started again after a fault. It is not started again after success,
+            after a mistake of the user's, or if this process was itself asked to stop.
+        logs: folder for the output of all processes but the main one; None: a temporary one.
+
+    Returns:
+        The exit code of the first process that failed; 0 if none did.
+
+    Raises:
+        UserError: the number of processes or of restarts is not valid, or there are too few GPUs.
     """
     if processes < 1:
         raise UserError(f"-n takes a number of processes from 1 up, not {processes}")
     if restarts < 0:
         raise UserError(f"--restarts takes a number from 0 up, not {restarts}")
-    gpus = _gpus(command, processes)
-    with _folder(logs) as folder, _Passing() as passing:
+    gpus = _assign_gpus(command, processes)
+    with _open_log_folder(logs) as folder, _SignalForwarding() as forwarding:
         for left in range(restarts, -1, -1):
-            group = Group(command, processes, gpus, folder)
-            passing.group = group
-            death = group.wait()
-            if death.code == 0:
+            group = ProcessGroup(command, processes, gpus, folder)
+            forwarding.group = group
+            ending = group.wait()
+            if ending.code == 0:
                 return 0
-            again = left > 0 and death.code not in FINAL and not passing.asked
-            _say(f"{death.told()}{f'; starting again ({restarts - left + 1} of {restarts})' if again else ''}")
+            again = left > 0 and ending.code not in FINAL_CODES and not forwarding.stop_requested
+            _report(f"{ending.describe()}{f'; starting again ({restarts - left + 1} of {restarts})' if again else ''}")
             if not again:
                 break
-        if death.code != PREEMPTED and not group.told_by_first(death):
-            group.show(death.process)
-    return death.code
+        if ending.code != PREEMPTED and not group.is_reported_by_main(ending):
+            group.print_log_tail(ending.process)
+    return ending.code
 
 
-class Group:
-    """The processes of one try."""
+class ProcessGroup:
+    """The processes of one attempt."""
 
     def __init__(self, command: list[str], processes: int, gpus: list[str | None], folder: Path) -> None:
         self._folder = folder
-        join = ["--coordinator", f"{schedulers.LOOPBACK}:{_free_port()}", "--processes", str(processes)]
+        join = ["--coordinator", f"{schedulers.LOOPBACK}:{_find_free_port()}", "--processes", str(processes)]
         self._members: list[subprocess.Popen[bytes]] = []
         for number in range(processes):
-            own = [sys.executable, "-P", "-m", "podscale", *command, *join, "--process", str(number)]
-            self._members.append(self._started(number, own, gpus[number]))
+            member = [sys.executable, "-P", "-m", "podscale", *command, *join, "--process", str(number)]
+            self._members.append(self._start(number, member, gpus[number]))
 
-    def _started(self, number: int, command: list[str], gpus: str | None) -> "subprocess.Popen[bytes]":
+    def _start(self, number: int, command: list[str], gpus: str | None) -> "subprocess.Popen[bytes]":
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
         outputs: dict[str, Any] = {}
         if number:
-            file: IO[bytes] = self._log(number).open("wb")
+            file: IO[bytes] = self._get_log_path(number).open("wb")
             outputs = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        # A session of its own: Ctrl-C reaches it once, through us. No thread is here for `preexec_fn` to harm.
+        # A session of its own: Ctrl-C reaches it once, through the launcher, which has no threads that `preexec_fn`
+        # could harm.
         settings: dict[str, Any] = {"start_new_session": True, "preexec_fn": _die_with_parent}
-        started = subprocess.Popen(command, env=environment, **settings, **outputs)
+        process = subprocess.Popen(command, env=environment, **settings, **outputs)
         if number:
             file.close()
-        return started
+        return process
 
-    def wait(self) -> Death:
-        """The first death that was not a success, after all have ended; or the last success."""
+    def wait(self) -> ProcessExit:
+        """Wait for all processes, and return the first exit that was not a success, or else the last success."""
         first, deadline = None, None
         while True:
-            ended = [Death(i, m.returncode) for i, m in enumerate(self._members) if m.poll() is not None]
+            ended = [ProcessExit(i, m.returncode) for i, m in enumerate(self._members) if m.poll() is not None]
             if len(ended) == len(self._members):
-                return first or next((death for death in ended if death.status), ended[-1])
+                return first or next((ending for ending in ended if ending.status), ended[-1])
             if ended and deadline is None:
-                deadline = time.monotonic() + FAREWELL_S
-            failed = [death for death in ended if death.status]
+                deadline = time.monotonic() + SUCCESS_GRACE_S
+            failed = [ending for ending in ended if ending.status]
             if failed and first is None:
-                first = _cause(failed)
+                first = _find_cause(failed)
                 deadline = time.monotonic() + (GRACE_S if first.status > 0 else KILLED_GRACE_S)
             if deadline is not None and time.monotonic() > deadline:
                 self._kill()
             time.sleep(POLL_S)
 
-    def pass_on(self, number: int) -> None:
-        """Sends a signal to all that are alive."""
+    def forward_signal(self, number: int) -> None:
+        """Send a signal to all processes that are alive."""
         for member in self._members:
             if member.poll() is None:
                 member.send_signal(number)
 
-    def told_by_first(self, death: Death) -> bool:
-        """Whether the first process, which speaks, has said why: it is the one, or has met the same mistake."""
-        return death.process == 0 or (death.code == USER_ERROR == self._members[0].returncode)
+    def is_reported_by_main(self, ending: ProcessExit) -> bool:
+        """Return whether the main process has printed why: it failed itself, or met the same mistake of the user's."""
+        return ending.process == 0 or (ending.code == USER_ERROR == self._members[0].returncode)
 
-    def show(self, number: int) -> None:
-        """The last lines that a process wrote."""
-        lines = self._log(number).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+    def print_log_tail(self, number: int) -> None:
+        """Print the last lines that a process wrote."""
+        lines = self._get_log_path(number).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
         for line in lines:
             print(f"[{number}] {line}", file=sys.stderr)
 
-    def _log(self, number: int) -> Path:
+    def _get_log_path(self, number: int) -> Path:
         return self._folder / f"process-{number}.log"
 
     def _kill(self) -> None:
-        self.pass_on(signal.SIGKILL)  # a stopped process hears nothing else
+        self.forward_signal(signal.SIGKILL)  # a stopped process reacts to no other signal
 
 
-def _cause(failed: list[Death]) -> Death:
-    """Of several deaths seen at once, the one that the others followed: a signal comes before an exit code."""
-    return min(failed, key=lambda death: (death.status >= 0, death.code == GONE, death.process))
+def _find_cause(failed: list[ProcessExit]) -> ProcessExit:
+    """Of several failures seen at once, return the one that caused the others: a signal comes before an exit code."""
+    return min(failed, key=lambda ending: (ending.status >= 0, ending.code == PEER_LOST, ending.process))
 
 
-class _Passing:
-    """Signals are passed on to the processes meanwhile."""
+class _SignalForwarding:
+    """Forwards signals to the processes inside a `with` block."""
 
     def __init__(self) -> None:
-        self.group: Group | None = None
-        self.asked = False
+        self.group: ProcessGroup | None = None
+        self.stop_requested = False
 
-    def __enter__(self) -> "_Passing":
-        self._before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
+    def __enter__(self) -> "_SignalForwarding":
+        self._previous = {number: signal.signal(number, self._forward) for number in FORWARDED_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = True
         if self.group:
-            self.group.pass_on(signal.SIGTERM if number == signal.SIGHUP else number)
+            self.group.forward_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 @contextmanager
-def _folder(logs: str | None) -> Iterator[Path]:
-    """Where the other processes' output goes: a folder that stays, or one that does not."""
+def _open_log_folder(logs: str | None) -> Iterator[Path]:
+    """Yield the folder for the other processes' output: `logs`, or a temporary one."""
     if logs:
+        require_local(logs, "--logs")
         try:
             Path(logs).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -186,31 +199,31 @@ def _folder(logs: str | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _gpus(command: list[str], processes: int) -> list[str | None]:
-    """What each process shall see of the machine's GPUs; None: what there is."""
-    simulated = any(word.partition("=")[0] == "--pod.virtual" for word in command)
-    visible = 0 if simulated else schedulers.visible_gpus()
+def _assign_gpus(command: list[str], processes: int) -> list[str | None]:
+    """Return CUDA_VISIBLE_DEVICES of each process; None: unchanged."""
+    is_simulated = any(argument.partition("=")[0] == "--pod.virtual" for argument in command)
+    visible = 0 if is_simulated else schedulers.count_visible_gpus()
     if 0 < visible < processes:
         raise UserError(
             f"{processes} processes cannot share {visible} GPU{'s' * (visible > 1)}: "
             f"start {visible}, or simulate with --pod.virtual"
         )
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(visible)))).split(",")
-    shares = [schedulers.gpus_of(number, processes, visible) for number in range(processes)]
+    shares = [schedulers.assign_gpus(number, processes, visible) for number in range(processes)]
     return [None if share is None else ",".join(names[gpu] for gpu in share) for share in shares]
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind((schedulers.LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def _die_with_parent() -> None:
-    """Has the kernel ask this process to stop if the launcher is gone; only Linux can."""
+    """Make the kernel send SIGTERM to this process when the launcher is gone; only Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(f"podscale: {text}", file=sys.stderr, flush=True)

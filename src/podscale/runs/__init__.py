@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, events, journal and ledger."""
+"""What a run writes: its folder, events, journal and ledger."""

@@ -1,16 +1,16 @@
-"""Events: what a training tells those who listen, one at a time, in the order of its steps.
+"""Events that a training passes to callbacks, one at a time, in the order of its steps.
 
-A callback is any function of one event. It is called in the first process alone, in the thread that trains, with plain
-numbers, so it can change nothing that is learnt. Events of training come one call late, when the devices have done the
-next one's work already: listening never stalls them, but a slow callback does.
+A callback is any function of one event. It is called only in the main process, in the thread that trains, with plain
+numbers, so it cannot change what is learnt. Events of training come one call late, when the devices already work on the
+next one: reading the numbers never stalls the devices, but a slow callback does.
 
-    start   the run begins, or goes on, at `step`; values: devices, kind
+    start   the run begins, or resumes, at `step`; values: devices, kind
     train   an update was done; values: loss, accuracy, grad_norm, learning_rate, skipped, images_per_s, spent
     eval    the model was evaluated; values: accuracy, accuracy_top5, loss, examples, seconds, run_s
-    end     no more will come; values: seconds
+    end     the last event; values: seconds
 
-A callback that returns True at an `eval` event ends the training there, with a checkpoint, as an accuracy that was
-aimed for does. One that raises ends it, too: what was saved before stays, and the same call goes on from there.
+A callback that returns True at an `eval` event ends the training there, with a checkpoint, as a stop condition does. A
+callback that raises ends it, too: earlier checkpoints stay, and the same call resumes from them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a training after `step` updates, which is epoch `epoch` of its data."""
+    """One event of a training.
+
+    Args:
+        kind: "start", "train", "eval" or "end".
+        step: updates done so far.
+        epoch: the same in passes over the training data.
+        values: what the kind of event carries; see the module.
+
+    >>> Event("eval", 34, 3.0, {"accuracy": 0.91}).values["accuracy"]
+    0.91
+    """
 
     kind: str
     step: int

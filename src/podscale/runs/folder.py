@@ -1,21 +1,21 @@
-"""Run: a folder that holds all there is to know of one training.
+"""Run: a folder with everything about one training.
 
-    recipe.toml     what is learnt            plan.json       on what, and how
-    classes.json    names of the classes      metrics.jsonl   one line a step and an evaluation
-    checkpoints/    what was learnt           tensorboard/    the same curves for TensorBoard
-    summary.json    how it ended              report.html     all of it to look at
-    sample.png      a validation picture, to try `predict` with
-    init.json       the weights it began from, if any
-    ledger.json     what the time went to     findings.json   what it mistakes for what, and pictures
-    lock            whose it is, while it is trained
-    bad-pictures-N.txt  pictures that process N could not read, if any
-    left-out.json   batches that no update takes any more, if the run diverged
-    undone/         checkpoints that it went back behind then
-    diverged/       what there is to know where that did not help
-    damaged/        checkpoints that were found not to be whole, if any
-    programs/       of a deterministic run on GPU: what was compiled
+    recipe.toml     what to train             plan.json       on which devices, and how
+    classes.json    names of the classes      metrics.jsonl   one line per step and per evaluation
+    checkpoints/    the trained state         tensorboard/    the same curves for TensorBoard
+    summary.json    how it ended              report.html     a page to look at
+    sample.png      a validation image, to try `predict` with
+    init.json       the initial weights, if they came from a file or a run
+    ledger.json     seconds per phase         findings.json   which classes are mistaken, with example images
+    lock            the process that trains it
+    bad-pictures-N.txt  images that process N could not read, if any
+    left-out.json   batches that are skipped, if the run diverged
+    undone/         checkpoints that the run rolled back behind then
+    diverged/       diagnostics of a run for which that did not help
+    damaged/        checkpoints that failed verification, if any
+    programs/       of a deterministic run on GPU: the compiled programs
 
-The same command on the same folder resumes. A folder never holds two recipes.
+The same command on the same folder resumes. A folder never has two recipes.
 """
 
 import json
@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from podscale import recipe as recipes
 from podscale.errors import UserError
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, parse_recipe, parse_title, read_recipe_file
 from podscale.storage.files import read_json, read_lines, write_atomically
 from podscale.storage.lock import LOCK
 
-CHANGES = ("recipe", "data", "versions")  # what --allow-changed may name
-CHANGE_FIELDS = (  # of plan.json: which of them it is, and how a refusal says so
+CHANGES = ("recipe", "data", "versions")  # values of --allow-changed
+CHANGE_FIELDS = (  # fields of plan.json, the change that each belongs to, and how a message describes it
     ("counts", "data", "on other data"),
     ("data_digest", "data", "on other data"),
     ("versions", "versions", "by other libraries"),
@@ -40,20 +39,46 @@ CHANGE_FIELDS = (  # of plan.json: which of them it is, and how a refusal says s
 
 @dataclass(frozen=True)
 class Run:
-    """A training's folder and recipe."""
+    """A training's folder and recipe.
+
+    Args:
+        folder: the folder; see the module for its files.
+        recipe: what is trained in it.
+
+    >>> import tempfile
+    >>> from podscale import load_recipe
+    >>> folder = Path(tempfile.mkdtemp()) / "run"
+    >>> run = Run.create(folder, load_recipe("digits"), plan={}, classes=("0", "1"))
+    >>> Run.load(folder).classes()
+    ('0', '1')
+    """
 
     folder: Path
     recipe: Recipe
 
     @classmethod
     def default_folder(cls, recipe: Recipe, model: Any = None) -> Path:
-        """Where a recipe is trained unless told otherwise: each recipe has its own folder, so the same one resumes."""
-        whose = f"-{type(model).__name__}" if model is not None else ""
-        return Path("runs") / f"{recipe.name}-{recipe.digest()}{whose}"
+        """Return the folder that a recipe is trained in by default: each recipe has its own, so the same one resumes.
+
+        Args:
+            recipe: what is trained.
+            model: a model of the caller's, if any; its class becomes part of the name.
+        """
+        suffix = f"-{type(model).__name__}" if model is not None else ""
+        return Path("runs") / f"{recipe.name}-{recipe.digest()}{suffix}"
 
     @classmethod
     def check(cls, folder: Path, recipe: Recipe, allowed: Collection[str] = ()) -> None:
-        """Refuses a folder that holds something else, before anything is written."""
+        """Refuse a folder with other content, before anything is written.
+
+        Args:
+            folder: the run's.
+            recipe: what is to be trained in it.
+            allowed: of `CHANGES`, what may have changed since.
+
+        Raises:
+            UserError: the folder has another recipe or other files, or is not a local folder.
+        """
         for kind in allowed:
             if kind not in CHANGES:
                 raise UserError(f"--allow-changed takes {', '.join(CHANGES)}, not {kind!r}")
@@ -62,9 +87,9 @@ class Run:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run folder {folder} is a file; choose another with --run")
         if (folder / "recipe.toml").exists():
-            differences = _differences(cls.load(folder).recipe, recipe)
+            differences = _describe_differences(cls.load(folder).recipe, recipe)
             if differences and "recipe" not in allowed:
-                raise UserError(f"{folder} holds a run of another recipe ({differences}); {_ways_out('recipe')}")
+                raise UserError(f"{folder} holds a run of another recipe ({differences}); {_suggest_options('recipe')}")
         elif folder.exists() and any(path.suffix != ".part" and path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; choose another folder with --run")
 
@@ -72,22 +97,30 @@ class Run:
     def check_changes(
         cls, folder: Path, plan: dict[str, Any], classes: tuple[str, ...], allowed: Collection[str] = ()
     ) -> None:
-        """Refuses to go on with other data, or other libraries, than the run began with."""
+        """Refuse to resume with other data, or other libraries, than the run started with.
+
+        Raises:
+            UserError: the message says what differs.
+        """
         names, before = read_json(folder / "classes.json"), read_json(folder / "plan.json") or {}
         if names is not None and tuple(names) != classes:
             raise UserError(f"{folder} holds a run on data with other classes; choose another folder with --run")
-        for field, kind, what in CHANGE_FIELDS:
-            told = _changes(before.get(field), plan.get(field))
-            if told and kind not in allowed:
-                raise UserError(f"{folder} holds a run {what} ({told}); {_ways_out(kind)}")
+        for field, kind, how in CHANGE_FIELDS:
+            change = _describe_change(before.get(field), plan.get(field))
+            if change and kind not in allowed:
+                raise UserError(f"{folder} holds a run {how} ({change}); {_suggest_options(kind)}")
 
     @classmethod
     def check_init(cls, folder: Path, digest: str) -> None:
-        """Refuses to go on from other weights than the run began from."""
+        """Refuse to resume with other initial weights than the run started from.
+
+        Raises:
+            UserError: their digests differ.
+        """
         before = read_json(folder / "init.json")
         if before is not None and digest not in ("", before["digest"]):
-            told = f"its weights {before['source']} had digest {before['digest']}, now {digest}"
-            raise UserError(f"{folder} holds a run that began otherwise ({told}); {_ways_out('recipe')}")
+            change = f"its weights {before['source']} had digest {before['digest']}, now {digest}"
+            raise UserError(f"{folder} holds a run that began otherwise ({change}); {_suggest_options('recipe')}")
 
     @classmethod
     def create(
@@ -98,50 +131,71 @@ class Run:
         classes: tuple[str, ...],
         allowed: Collection[str] = (),
     ) -> "Run":
-        """The folder of a run that begins or resumes; what may have changed since it was last here is `allowed`."""
+        """Return the run in a folder, new or resumed, and write its recipe, classes and plan.
+
+        Args:
+            folder: the run's; made if it does not exist.
+            recipe: what to train.
+            plan: `Plan.to_dict()` and facts about the input.
+            classes: names, in the order of the model's outputs.
+            allowed: of `CHANGES`, what may have changed since the run was last trained.
+
+        Raises:
+            UserError: the folder has other content, or cannot be made.
+        """
         cls.check(folder, recipe, allowed)
         cls.check_changes(folder, plan, classes, allowed)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make the run folder {folder}: {error.strerror}") from None
-        write_atomically(folder / "recipe.toml", recipe.to_toml())  # first: it makes the folder a run's
+        write_atomically(folder / "recipe.toml", recipe.to_toml())  # first: it marks the folder as a run's
         write_atomically(folder / "classes.json", json.dumps(list(classes)))
         write_atomically(folder / "plan.json", json.dumps(plan, indent=1))
         return cls(folder, recipe)
 
     @classmethod
-    def plan_in(cls, folder: Path) -> dict[str, Any] | None:
-        """The plan of the run in that folder, if there is one and it can be read."""
-        found = read_json(folder / "plan.json")
-        return found if isinstance(found, dict) and {"pod", "summation", "bucket_bytes"} <= set(found) else None
+    def read_plan(cls, folder: Path) -> dict[str, Any] | None:
+        """Return the plan of the run in a folder; None if there is none, or it is broken."""
+        plan = read_json(folder / "plan.json")
+        return plan if isinstance(plan, dict) and {"pod", "summation", "bucket_bytes"} <= set(plan) else None
 
     @classmethod
     def load(cls, folder: str | Path) -> "Run":
-        """A run that exists."""
+        """Return the run in a folder.
+
+        Raises:
+            UserError: the folder has no run.
+        """
         path = Path(folder) / "recipe.toml"
         if not path.is_file():
             raise UserError(f"there is no run in {folder}: it has no recipe.toml")
-        text = recipes.read(path)
+        text = read_recipe_file(path)
         try:
-            return cls(Path(folder), recipes.parse(text, name=recipes.title(text) or Path(folder).name))
+            return cls(Path(folder), parse_recipe(text, name=parse_title(text) or Path(folder).name))
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
     @classmethod
-    def newest(cls, under: str | Path = "runs") -> "Run":
-        """The run that was worked on last."""
-        found = sorted(Path(under).glob("*/recipe.toml"), key=lambda p: p.stat().st_mtime)
-        if not found:
+    def load_newest(cls, under: str | Path = "runs") -> "Run":
+        """Return the run below a folder that was started or resumed last.
+
+        Raises:
+            UserError: there is none.
+        """
+        paths = sorted(Path(under).glob("*/recipe.toml"), key=lambda p: p.stat().st_mtime)
+        if not paths:
             raise UserError(f"there is no run under {under}; train one first, or name its folder with --run")
-        return cls.load(found[-1].parent)
+        return cls.load(paths[-1].parent)
+
+    newest = load_newest  # an earlier name
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def bad_pictures(self, process: int) -> Path:
-        """Where a process lists the pictures that it could not read."""
+    def get_bad_images_path(self, process: int) -> Path:
+        """Return the file in which a process lists the images that it could not read."""
         return self.folder / f"bad-pictures-{process}.txt"
 
     @property
@@ -149,48 +203,59 @@ class Run:
         return self.folder / "programs"
 
     def has_checkpoints(self) -> bool:
-        """Whether there is anything to resume from, whole or not."""
+        """Return whether there is a checkpoint, intact or not."""
         return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
 
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of the model's outputs."""
+        """Return names of the classes, in the order of the model's outputs."""
         names = read_json(self.folder / "classes.json")
         if names is None:
             raise UserError(f"the run in {self.folder} does not name its classes: classes.json is missing or broken")
         return tuple(names)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl."""
+        """Return all lines of metrics.jsonl.
+
+        Raises:
+            UserError: a line is damaged.
+        """
         path = self.folder / "metrics.jsonl"
         try:
             return [json.loads(line) for line in read_lines(path)]
         except ValueError:
-            raise UserError(f"{path} is damaged: a line of it is not JSON; remove that line to go on") from None
+            raise UserError(f"{path} is damaged: a line of it is not JSON; remove that line to resume") from None
 
     def summary(self) -> dict[str, Any]:
-        """How the run ended; empty while it has not."""
+        """Return summary.json; empty while the run has not ended."""
         return read_json(self.folder / "summary.json") or {}
 
     def plan(self) -> dict[str, Any]:
-        """How the recipe was last mapped onto a pod."""
-        found = read_json(self.folder / "plan.json")
-        if not isinstance(found, dict):
+        """Return plan.json: how the recipe was last mapped onto a pod.
+
+        Raises:
+            UserError: the file is missing or broken.
+        """
+        plan = read_json(self.folder / "plan.json")
+        if not isinstance(plan, dict):
             raise UserError(f"the run in {self.folder} has no plan: plan.json is missing or broken; train it again")
-        return found
+        return plan
 
-    def findings(self) -> dict[str, Any]:
-        """What the last evaluation mistook for what; empty where that is not known."""
-        found = read_json(self.folder / "findings.json")
-        return found if isinstance(found, dict) and len(found.get("examples", ())) == len(self.classes()) else {}
+    def mistakes(self) -> dict[str, Any]:
+        """Return findings.json: which classes the last evaluation mistook for which; empty if that is not known."""
+        mistakes = read_json(self.folder / "findings.json")
+        is_valid = isinstance(mistakes, dict) and len(mistakes.get("examples", ())) == len(self.classes())
+        return mistakes if is_valid else {}
 
-    def all_bad_pictures(self) -> list[str]:
-        """What every process said of the pictures that it could not read."""
+    findings = mistakes  # an earlier name
+
+    def read_bad_images(self) -> list[str]:
+        """Return all processes' messages about images that they could not read, without repetitions."""
         files = sorted(self.folder.glob("bad-pictures-*.txt"))
-        return list(dict.fromkeys(why for file in files for why in read_lines(file)))
+        return list(dict.fromkeys(message for file in files for message in read_lines(file)))
 
 
-def _changes(before: Any, now: Any) -> str:
-    """What differs, in words; empty where nothing does, or where one of the two is not known."""
+def _describe_change(before: Any, now: Any) -> str:
+    """Return what differs, as text; empty if nothing does, or if one of the two is not known."""
     if before is None or now is None or before == now:
         return ""
     if not isinstance(now, dict):
@@ -198,26 +263,26 @@ def _changes(before: Any, now: Any) -> str:
     return ", ".join(f"{name} {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name])
 
 
-def _ways_out(kind: str) -> str:
+def _suggest_options(kind: str) -> str:
     return f"choose another folder with --run, or go on all the same with --allow-changed {kind}"
 
 
-def _differences(old: Recipe, new: Recipe) -> str:
-    """What differs, in words: "train.seed 0, now 1". Where data and weights lie is the machine's affair."""
+def _describe_differences(old: Recipe, new: Recipe) -> str:
+    """Return what differs, such as "train.seed 0, now 1"; the locations of data and weights may differ."""
     before, after = old.to_dict(), new.to_dict()
-    found = [
-        f"{section}.{field} {_said(value)}, now {_said(after[section][field])}"
+    differences = [
+        f"{section}.{field} {_format_value(value)}, now {_format_value(after[section][field])}"
         for section, fields in before.items()
         for field, value in fields.items()
-        if value != after[section][field] and not _is_place(f"{section}.{field}", value, after[section][field])
+        if value != after[section][field] and not _is_location(f"{section}.{field}", value, after[section][field])
     ]
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    return "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
 
 
-def _is_place(field: str, old: Any, new: Any) -> bool:
-    """Whether a field only says where something lies; what lies there is compared elsewhere."""
+def _is_location(field: str, old: Any, new: Any) -> bool:
+    """Return whether a field only says where something is; its content is compared elsewhere."""
     return field == "data.path" or bool(field == "model.init" and old and new)
 
 
-def _said(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     return "none" if value in ("", []) else value

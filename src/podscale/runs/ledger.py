@@ -1,8 +1,9 @@
-"""Goodput: where the time of a run went, over all its sessions, and what share of it was training that counted.
+"""Account for a run's time over all its sessions, and compute goodput: the share that was training which counted.
 
-A session is one process from start to end, or to whatever ended it. At every checkpoint it notes in `ledger.json` what
-its time went to so far. A run that goes on from a checkpoint knows from that what was lost with the session before it:
-all that came after the checkpoint's note. From the first session's start to now, every second is booked once.
+A session is one process's time on a run, from its start to its end or failure. At every checkpoint it writes to
+`ledger.json` how many seconds each phase has taken so far. A run that resumes from a checkpoint computes from that file
+what the session before it lost: everything after the checkpoint's note. From the start of the first session to now,
+every second is counted once.
 """
 
 import json
@@ -21,7 +22,7 @@ TRAINING, LOST, DOWN = "train", "lost work", "between sessions"
 
 @dataclass(frozen=True)
 class Note:
-    """What a session's time had gone to when it wrote a checkpoint."""
+    """Seconds per phase of a session up to one of its checkpoints; the fields are the keys in ledger.json."""
 
     step: int
     at: float  # seconds since 1970
@@ -30,130 +31,140 @@ class Note:
 
 @dataclass
 class Session:
-    """The notes of one session."""
+    """The notes of one session; the fields are the keys in ledger.json."""
 
     began: float
-    resumed: int  # the step it went on from
+    resumed: int  # the step it resumed from
     notes: list[Note] = field(default_factory=list)
-    ended: float = 0.0  # as far as the next session could tell
+    ended: float = 0.0  # as far as the next session could see
 
 
 class History:
-    """The sessions of a run; the last one is this.
+    """The sessions of a run; the last one is the current one.
+
+    Args:
+        folder: the run's.
+        began: when the current session started, in seconds since 1970.
+        resumed: the step it resumed from; 0: the run starts from scratch and has no earlier sessions.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> first = History(folder, began=1000.0, resumed=0)
-    >>> first.note(10, {"compile": 20.0, "train": 30.0}, at=1050.0)
+    >>> first.record(10, {"compile": 20.0, "train": 30.0}, at=1050.0)
     >>> (folder / "metrics.jsonl").touch(); os.utime(folder / "metrics.jsonl", (1057.0, 1057.0))  # its last line
-    >>> again = History(folder, began=1060.0, resumed=10)
-    >>> again.parts({"compile": 15.0, "train": 25.0})
+    >>> second = History(folder, began=1060.0, resumed=10)
+    >>> second.sum_phases({"compile": 15.0, "train": 25.0})
     {'compile': 35.0, 'train': 55.0, 'lost work': 7.0, 'between sessions': 3.0}
-    >>> again.goodput({"compile": 15.0, "train": 25.0}, now=1100.0)
+    >>> second.compute_goodput({"compile": 15.0, "train": 25.0}, now=1100.0)
     0.55
     """
 
     def __init__(self, folder: Path, began: float, resumed: int) -> None:
         self._path = folder / "ledger.json"
-        self._sessions = _load(self._path) if resumed else []
+        self._sessions = _read_sessions(self._path) if resumed else []
         if self._sessions:
             last = self._sessions[-1]
-            noted = last.notes[-1].at if last.notes else last.began
-            last.ended = min(max(noted, _last_sign(folder)), began)
+            last_note = last.notes[-1].at if last.notes else last.began
+            last.ended = min(max(last_note, _get_last_write_time(folder)), began)
         self._sessions.append(Session(began, resumed))
-        self._before = _booked(self._sessions)
+        self._past_phases = _sum_past_sessions(self._sessions)
 
-    def note(self, step: int, parts: dict[str, float], at: float | None = None) -> None:
-        """Writes down where this session's time went up to a checkpoint."""
-        self._sessions[-1].notes.append(Note(step, time.time() if at is None else at, dict(parts)))
+    def record(self, step: int, phases: dict[str, float], at: float | None = None) -> None:
+        """Write the current session's seconds per phase up to a checkpoint.
+
+        Args:
+            step: the checkpoint's.
+            phases: seconds per phase.
+            at: seconds since 1970; None: now.
+        """
+        self._sessions[-1].notes.append(Note(step, time.time() if at is None else at, dict(phases)))
         write_atomically(self._path, json.dumps([asdict(session) for session in self._sessions]))
 
-    def parts(self, now_parts: dict[str, float]) -> dict[str, float]:
-        """Seconds by part over all sessions; `now_parts` are this one's."""
-        found = dict(now_parts)
-        for part, seconds in self._before.items():
-            found[part] = found.get(part, 0.0) + seconds
-        return found
+    def sum_phases(self, phases: dict[str, float]) -> dict[str, float]:
+        """Return seconds per phase over all sessions; `phases` are the current one's."""
+        return _add(phases, self._past_phases)
 
-    def goodput(self, now_parts: dict[str, float], now: float | None = None) -> float:
-        """The share of the time since the first session began that went into training which counted."""
+    def compute_goodput(self, phases: dict[str, float], now: float | None = None) -> float:
+        """Return the share of the time since the first session's start that went into training which counted."""
         wall = (time.time() if now is None else now) - self._sessions[0].began
-        return self.parts(now_parts).get(TRAINING, 0.0) / max(wall, 1e-9)
+        return self.sum_phases(phases).get(TRAINING, 0.0) / max(wall, 1e-9)
 
 
-def so_far(folder: Path) -> tuple[int, dict[str, float]]:
-    """The last step that was noted in a run's folder, and seconds by part up to there; (0, {}) if none was."""
-    sessions = _load(folder / "ledger.json")
+def read_phase_seconds(folder: Path) -> tuple[int, dict[str, float]]:
+    """Return the last recorded step of a run's folder and seconds per phase up to it; (0, {}) if there is none."""
+    sessions = _read_sessions(folder / "ledger.json")
     if not sessions or not sessions[-1].notes:
         return 0, {}
     last = sessions[-1].notes[-1]
-    found = dict(last.parts)
-    for part, seconds in _booked(sessions).items():
-        found[part] = found.get(part, 0.0) + seconds
-    return last.step, found
+    return last.step, _add(last.parts, _sum_past_sessions(sessions))
 
 
-def _booked(sessions: list[Session]) -> dict[str, float]:
-    """What the time of all sessions but the last went to."""
-    found: dict[str, float] = {}
+def _add(phases: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    total = dict(phases)
+    for phase, seconds in more.items():
+        total[phase] = total.get(phase, 0.0) + seconds
+    return total
+
+
+def _sum_past_sessions(sessions: list[Session]) -> dict[str, float]:
+    """Return seconds per phase of all sessions but the last."""
+    total: dict[str, float] = {}
     for i, session in enumerate(sessions[:-1]):
-        reached = min(later.resumed for later in sessions[i + 1 :])  # nothing beyond it was of use to anyone
-        counted = [note for note in session.notes if note.step <= reached]
-        kept = counted[-1] if counted else Note(0, session.began, {})
-        for part, seconds in kept.parts.items():
-            found[part] = found.get(part, 0.0) + seconds
-        found[LOST] = found.get(LOST, 0.0) + max(session.ended - kept.at, 0.0)
-        found[DOWN] = found.get(DOWN, 0.0) + max(sessions[i + 1].began - session.ended, 0.0)
-    return found
+        resumed = min(later.resumed for later in sessions[i + 1 :])  # no later session used anything beyond it
+        counted = [note for note in session.notes if note.step <= resumed]
+        last = counted[-1] if counted else Note(0, session.began, {})
+        lost_s, down_s = session.ended - last.at, sessions[i + 1].began - session.ended
+        total = _add(_add(total, last.parts), {LOST: max(lost_s, 0.0), DOWN: max(down_s, 0.0)})
+    return total
 
 
-def _last_sign(folder: Path) -> float:
-    """When a run that was killed last wrote anything."""
+def _get_last_write_time(folder: Path) -> float:
+    """Return when a run that was killed last wrote a metric."""
     try:
         return os.stat(folder / "metrics.jsonl").st_mtime
     except OSError:
         return 0.0
 
 
-def _load(path: Path) -> list[Session]:
-    """Earlier sessions; none where the file is missing or makes no sense: it is for people, and nothing hangs on it."""
+def _read_sessions(path: Path) -> list[Session]:
+    """Return earlier sessions; none if the file is missing or broken: it is for people, and no computation needs it."""
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_text())
+        entries: list[dict[str, Any]] = json.loads(path.read_text())
         return [
-            Session(one["began"], one["resumed"], [Note(**note) for note in one["notes"]], one["ended"])
-            for one in found
+            Session(entry["began"], entry["resumed"], [Note(**note) for note in entry["notes"]], entry["ended"])
+            for entry in entries
         ]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 
 
 class PhaseTimer:
-    """Seconds by part of the work."""
+    """Measures seconds per phase of the work."""
 
     def __init__(self) -> None:
-        self.began, self.began_at = time.perf_counter(), time.time()
+        self.start, self.start_time = time.perf_counter(), time.time()
         self.seconds: dict[str, float] = {}
-        self._part, self._since = "", self.began  # what is being measured, and booked up to when
+        self._phase, self._counted_until = "", self.start
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Books the time spent inside to `part`, and to no part around it."""
-        self._book()
-        outer, self._part = self._part, part
+    def measure(self, phase: str) -> Iterator[None]:
+        """Count the time spent inside the block for `phase`, and not for the phase around it."""
+        self._count()
+        outer, self._phase = self._phase, phase
         try:
             yield
         finally:
-            self._book()
-            self._part = outer
+            self._count()
+            self._phase = outer
 
-    def parts(self) -> dict[str, float]:
-        """All parts, with what was booked nowhere as "other"; they sum to the wall time."""
-        self._book()
-        wall = self._since - self.began
+    def get_phases(self) -> dict[str, float]:
+        """Return seconds per phase, with the time outside all of them as "other"; they sum to the wall time."""
+        self._count()
+        wall = self._counted_until - self.start
         return {**self.seconds, "other": max(wall - sum(self.seconds.values()), 0.0)}
 
-    def _book(self) -> None:
+    def _count(self) -> None:
         now = time.perf_counter()
-        if self._part:
-            self.seconds[self._part] = self.seconds.get(self._part, 0.0) + now - self._since
-        self._since = now
+        if self._phase:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._counted_until
+        self._counted_until = now

@@ -1,1 +1,1 @@
-"""Files that are read and written safely."""
+"""Read and write files safely."""

@@ -12,14 +12,18 @@ LOCK = "lock"
 
 
 class FolderLock:
-    """A run's folder as one training's own, from `take` to the end of the `with` block or of the process."""
+    """Locks a run's folder for one training, from `acquire` to the end of the `with` block or of the process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: IO[str] | None = None
 
-    def take(self) -> None:
-        """Refuses a folder that another training works in, by naming it."""
+    def acquire(self) -> None:
+        """Lock the folder.
+
+        Raises:
+            UserError: another training has locked it; the message names that process.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         file = (self._folder / LOCK).open("a+", encoding="utf-8")
         try:
