@@ -19,7 +19,7 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
-from podscale.pod import Pod, named
+from podscale.pod import Pod, named_pod
 from podscale.report import compare, history, mistakes, page
 from podscale.runs.folder import Run
 from podscale.training.reporters.background import Background
@@ -81,7 +81,7 @@ TEN = tuple(map(str, range(10)))
 
 
 def make_run(folder, lines=(), summary=None, recipe=None, pod=None, summation="torus", classes=TEN):
-    recipe = recipe or recipes.load("digits")
+    recipe = recipe or recipes.load_recipe("digits")
     plan = plans.make_plan(recipe, pod or Pod("cpu", 2, 2), plans.Counts(1437, 360, 10), Options(summation=summation))
     run = Run.create(folder, recipe, plan.to_dict() | ENVIRONMENT, tuple(classes))
     if lines:
@@ -97,7 +97,7 @@ def answered(run, wrong=3):
     answers = np.stack([index.labels, np.linspace(0.5, 0.99, len(index)), np.linspace(0.5, 0.99, len(index))], axis=1)
     answers[:wrong, 0] = (index.labels[:wrong] + 1) % 10
     answers[:wrong, 2] = 0.1
-    mistakes.write(run, 337, answers.astype(np.float32), index, 10)
+    mistakes.write_mistakes(run, 337, answers.astype(np.float32), index, 10)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ class Reader(HTMLParser):
 
 
 def written(run):
-    return page.write(run).read_text()
+    return page.write_report(run).read_text()
 
 
 # --- what the page says ----------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_finished_run_tells_accuracy_time_and_rate(finished):
 
 
 def test_page_is_written_whole_or_not_at_all(finished):
-    path = page.write(finished)
+    path = page.write_report(finished)
     assert path == finished.folder / "report.html"
     assert not list(finished.folder.glob("*.part"))
 
@@ -168,13 +168,13 @@ def test_page_needs_nothing_from_outside(finished):
 
 
 def test_names_cannot_smuggle_in_elements(tmp_path):
-    recipe = recipes.override(dataclasses.replace(recipes.load("digits"), name=EVIL), {"data.path": f"/data/{EVIL}"})
+    recipe = recipes.override_recipe(dataclasses.replace(recipes.load_recipe("digits"), name=EVIL), {"data.path": f"/data/{EVIL}"})
     run = make_run(tmp_path / "x<b>y", finished_lines(), SUMMARY, recipe, classes=(EVIL, "Käfer", *TEN[2:]))
     answered(run)
     found = json.loads((run.folder / "findings.json").read_text())
     found["wrong"][0]["name"], found["wrong"][0]["picture"] = EVIL, 'http://there" onerror="alert(1)'
     (run.folder / "findings.json").write_text(json.dumps(found))
-    run.bad_pictures(0).write_text(f"cannot read {EVIL}\n")
+    run.get_bad_images_path(0).write_text(f"cannot read {EVIL}\n")
     plan = json.loads((run.folder / "plan.json").read_text())
     plan["summation"], plan["pod"]["kind"] = "</script>" + EVIL, EVIL
     (run.folder / "plan.json").write_text(json.dumps(plan))
@@ -235,13 +235,13 @@ def test_what_is_not_a_number_leaves_a_gap(tmp_path):
 
 def test_long_runs_are_averaged_down(tmp_path):
     read = Reader(written(make_run(tmp_path / "run", [start_line(0), *map(train_line, range(1, 5001))])))
-    assert len(read.data["train"]["step"]) == history.POINTS
+    assert len(read.data["train"]["step"]) == history.MAX_POINTS
     assert read.data["train"]["step"][:2] == [3, 8]
     assert "the mean of 5 steps" in read.words
 
 
 def paper_run(folder, summation="torus"):
-    return make_run(folder, recipe=recipes.load("resnet50-imagenet-32k"), pod=named("v3:32x32"), summation=summation)
+    return make_run(folder, recipe=recipes.load_recipe("resnet50-imagenet-32k"), pod=named_pod("v3:32x32"), summation=summation)
 
 
 def test_large_pods_are_drawn_as_an_excerpt_and_say_so(tmp_path):
@@ -259,7 +259,7 @@ def test_findings_count_every_example_and_order_the_pictures_by_certainty():
     answers = np.array(
         [[0, 0.9, 0.9], [1, 0.6, 0.3], [1, 0.7, 0.7], [1, 0.8, 0.8], [0, 0.95, 0.01], [-1, 0.5, 0.5]], np.float32
     )
-    found = mistakes.summarize(7, answers, labels, 3)
+    found = mistakes.summarize_mistakes(7, answers, labels, 3)
     assert (found["examples"], found["correct"]) == ([2, 2, 2], [1, 2, 0])
     assert sorted(found["confused"]) == [[0, 1, 1], [2, 0, 1]]  # what could not be read is mistaken for nothing
     assert [example["sample"] for example in found["wrong"]] == [4, 1]
@@ -280,8 +280,8 @@ def test_mistakes_are_told_by_class_by_pair_and_by_picture(finished):
 
 
 def test_bad_pictures_are_listed_once(finished):
-    finished.bad_pictures(0).write_text("cannot read a.jpg\n")
-    finished.bad_pictures(3).write_text("cannot read b.jpg\ncannot read a.jpg\n")
+    finished.get_bad_images_path(0).write_text("cannot read a.jpg\n")
+    finished.get_bad_images_path(3).write_text("cannot read b.jpg\ncannot read a.jpg\n")
     read = Reader(written(finished))
     assert "2 could not be read" in read.words
     assert read.words.count("cannot read a.jpg") == 1
@@ -303,9 +303,9 @@ def test_a_page_that_is_being_written_lets_the_next_one_wait():
     import threading
 
     done, go, desk = [], threading.Event(), Background()
-    desk.soon(lambda: (go.wait(10), done.append(1)))
-    desk.soon(lambda: done.append(2))
-    desk.soon(lambda: done.append(3))
+    desk.submit(lambda: (go.wait(10), done.append(1)))
+    desk.submit(lambda: done.append(2))
+    desk.submit(lambda: done.append(3))
     go.set()
     desk.close()
     assert done == [1, 3]
@@ -313,7 +313,7 @@ def test_a_page_that_is_being_written_lets_the_next_one_wait():
 
 def test_what_goes_wrong_with_a_page_is_told_by_the_next():
     desk = Background()
-    desk.soon(lambda: Path("/nowhere/at/all").write_text("x"))
+    desk.submit(lambda: Path("/nowhere/at/all").write_text("x"))
     with pytest.raises(FileNotFoundError):
         desk.wait()
     desk.close()
@@ -324,7 +324,7 @@ def test_what_goes_wrong_with_a_page_is_told_by_the_next():
 
 @pytest.fixture
 def pair(tmp_path):
-    other = recipes.override(recipes.load("digits"), {"schedule.peak": 2.0})
+    other = recipes.override_recipe(recipes.load_recipe("digits"), {"schedule.peak": 2.0})
     lines = [line | ({"loss": 1.0} if line["event"] == "train" else {}) for line in finished_lines()]
     return [
         make_run(tmp_path / "one", finished_lines(), SUMMARY),
@@ -333,7 +333,7 @@ def pair(tmp_path):
 
 
 def test_comparison_tells_results_and_differences(pair, tmp_path):
-    path = compare.write(pair, tmp_path / "both.html")
+    path = compare.write_comparison(pair, tmp_path / "both.html")
     read = Reader(path.read_text())
     assert [run["name"] for run in read.data["runs"]] == ["one", "other"]
     for words in ("4,321", "99", "schedule.peak", "1.0", "2.0", "pod.shape", "2x2", "1x2"):
@@ -343,21 +343,21 @@ def test_comparison_tells_results_and_differences(pair, tmp_path):
 
 def test_comparison_of_one_recipe_says_so(pair, tmp_path):
     again = make_run(tmp_path / "again", finished_lines(), SUMMARY)
-    text = compare.text([pair[0], again])
+    text = compare.render_comparison([pair[0], again])
     assert "The recipes are the same." in text
     assert "The plans are the same." in text
 
 
 def test_comparison_tells_runs_of_the_same_name_apart(tmp_path):
     runs = [make_run(tmp_path / place / "run", finished_lines(), SUMMARY) for place in ("a", "b")]
-    assert [run["name"] for run in Reader(compare.text(runs)).data["runs"]] == [str(run.folder) for run in runs]
+    assert [run["name"] for run in Reader(compare.render_comparison(runs)).data["runs"]] == [str(run.folder) for run in runs]
 
 
 def test_comparison_refuses_one_run_and_a_folder_that_is_not_there(pair, tmp_path):
     with pytest.raises(UserError, match="2 to 24 runs"):
-        compare.text(pair[:1])
+        compare.render_comparison(pair[:1])
     with pytest.raises(UserError, match="choose another file"):
-        compare.write(pair, tmp_path / "nowhere" / "both.html")
+        compare.write_comparison(pair, tmp_path / "nowhere" / "both.html")
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def browser():
 
 
 def opened(browser, run, **wishes):
-    return browser.open(page.write(run).resolve().as_uri(), **wishes)
+    return browser.open(page.write_report(run).resolve().as_uri(), **wishes)
 
 
 def points(tab, kind):
@@ -389,7 +389,7 @@ def test_browser_draws_curves_and_pod(browser, finished):
         assert tab.count("#torus rect.chip") == 4
         assert tab.text("#play") == "Pause"
         assert tab.value("[...document.images].every((image) => image.complete && image.naturalWidth > 0)")
-        assert tab.count(".pictures img") == 15
+        assert tab.count(".images img") == 15
 
 
 @in_browser
@@ -417,7 +417,7 @@ def test_browser_opens_unfinished_runs(browser, tmp_path, lines):
 )
 def test_browser_shows_every_summation_to_its_end(browser, tmp_path, summation, shape):
     rows, cols = map(int, shape.split("x"))
-    recipe = recipes.override(recipes.load("digits"), {"batch.size": 192, "batch.span": 16})
+    recipe = recipes.override_recipe(recipes.load_recipe("digits"), {"batch.size": 192, "batch.span": 16})
     run = make_run(tmp_path / "run", recipe=recipe, pod=Pod("cpu", rows, cols), summation=summation)
     with opened(browser, run) as tab:
         tab.value(
@@ -425,25 +425,25 @@ def test_browser_shows_every_summation_to_its_end(browser, tmp_path, summation, 
             " { h.value = i; h.dispatchEvent(new Event('input')); } })()"
         )
         chips = rows * cols
-        assert tab.count("rect.chip") == tab.count("rect.held.done") == chips
+        assert tab.count("rect.chip") == tab.count("rect.content.done") == chips
         assert tab.count("path.link") == chips * ((rows > 1) + (cols > 1))
-        assert ("Done" in tab.text("#told")) == (chips > 1)
+        assert ("Done" in tab.text("#hop-text")) == (chips > 1)
         assert tab.problems == []
 
 
 @in_browser
 def test_browser_tells_each_hop_in_words(browser, finished):
     with opened(browser, finished, still=True) as tab:
-        assert "only the gradient of its own images" in tab.text("#told")
+        assert "only the gradient of its own images" in tab.text("#hop-text")
         tab.value("(() => { const h = byId('hop'); h.value = 1; h.dispatchEvent(new Event('input')); })()")
         assert (
-            tab.text("#told") == "A chip now holds 50 % of the gradient, with the work of 2 of 4 chips added up in it."
+            tab.text("#hop-text") == "A chip now holds 50 % of the gradient, with the work of 2 of 4 chips added up in it."
         )
 
 
 @in_browser
 def test_browser_runs_nothing_that_a_name_smuggles_in(browser, tmp_path):
-    recipe = dataclasses.replace(recipes.load("digits"), name=EVIL)
+    recipe = dataclasses.replace(recipes.load_recipe("digits"), name=EVIL)
     run = make_run(tmp_path / "run", finished_lines(), SUMMARY, recipe, classes=(EVIL, *TEN[1:]))
     answered(run)
     with opened(browser, run) as tab:
@@ -481,15 +481,15 @@ def test_browser_answers_to_slider_switches_and_pointer(browser, finished):
 @in_browser
 @pytest.mark.parametrize("width", [360, 1100])
 def test_browser_never_scrolls_sideways(browser, finished, pair, tmp_path, width):
-    both = compare.write(pair, tmp_path / "both.html")
-    for path in (page.write(finished), both):
+    both = compare.write_comparison(pair, tmp_path / "both.html")
+    for path in (page.write_report(finished), both):
         with browser.open(path.resolve().as_uri(), width=width) as tab:
             assert tab.value("document.documentElement.scrollWidth <= innerWidth")
 
 
 @in_browser
 def test_browser_draws_a_comparison_and_hides_runs(browser, pair, tmp_path):
-    path = compare.write(pair, tmp_path / "both.html")
+    path = compare.write_comparison(pair, tmp_path / "both.html")
     with browser.open(path.as_uri()) as tab:
         assert tab.problems == []
         assert points(tab, "s0") == [336, 2, 2, 336]
@@ -523,8 +523,8 @@ def axe(tmp_path_factory):
 @in_browser
 @pytest.mark.parametrize("dark", [False, True])
 def test_axe_finds_no_serious_violation(browser, axe, finished, pair, tmp_path, dark):
-    finished.bad_pictures(0).write_text("cannot read a.jpg\n")
-    for path in (page.write(finished), compare.write(pair, tmp_path / "both.html")):
+    finished.get_bad_images_path(0).write_text("cannot read a.jpg\n")
+    for path in (page.write_report(finished), compare.write_comparison(pair, tmp_path / "both.html")):
         with browser.open(path.resolve().as_uri(), dark=dark, still=True) as tab:
             tab.value("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
             tab.value(axe + "; 0")

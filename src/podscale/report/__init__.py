@@ -1,1 +1,1 @@
-"""What a run was, for people: words on a terminal (`words`) and a page to look at (`page`)."""
+"""Reports of a run: text for a terminal (`terminal`) and HTML pages (`page`, `compare`)."""

@@ -1,4 +1,4 @@
-"""How far a long count is: of what is scanned, or prepared. It needs no JAX."""
+"""Show the progress of scanning or preparing a data set, without importing JAX."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,26 +7,31 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-PLAIN_EVERY_S = 5.0  # between lines where there is no terminal to draw a bar on
+LINE_INTERVAL_S = 5.0  # between lines, where there is no terminal to draw a bar on
 
 
 @contextmanager
-def counting(console: Console, doing: str = "") -> Iterator[Callable[[str, int, int], None]]:
-    """Tells what is counted, how many are done and of how many: by a bar that goes away again, or a line now and then.
+def show_progress(console: Console, activity: str = "") -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that reports progress: a transient bar on a terminal, a line every few seconds elsewhere.
 
-    `doing` is the verb before what is counted, unless that begins with one of its own.
+    Args:
+        console: where to report.
+        activity: the verb before the name of what is counted, such as "indexing"; empty if the name begins with one.
+
+    Yields:
+        A function of the name of what is counted, the number done, and the total.
     """
-    last = time.monotonic()  # a short count is not worth a line
+    last = time.monotonic()  # a short count gets no line
     columns = (BarColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", visible=False)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def report(name: str, done: int, total: int) -> None:
             nonlocal last
-            text = f"{doing} {what}".strip()
+            text = f"{activity} {name}".strip()
             bar.update(task, description=text, completed=done, total=total, visible=True)
-            if not console.is_terminal and time.monotonic() - last >= PLAIN_EVERY_S:
+            if not console.is_terminal and time.monotonic() - last >= LINE_INTERVAL_S:
                 last = time.monotonic()
                 console.print(f"{text}: {done:,} of {total:,}", highlight=False)
 
-        yield tell
+        yield report

@@ -1,103 +1,105 @@
-"""What a data set holds, and what became of it, in words on a terminal."""
+"""Print what a data set contains, what is wrong with it, and how it was prepared."""
 
 import shlex
 from typing import Any
 
 from rich.console import Console
 
-from podscale.report.terminal import columns, table
+from podscale.report.terminal import format_columns, make_table
 
-FIRST_CLASSES = 5
-FIRST_FINDINGS = 20
-FIRST_WAYS = 6
-MOST_LINES = 30
+MAX_NAMES = 5
+MAX_PROBLEMS = 20
+MAX_METHODS = 6
+MAX_LINES = 30
 
 
-def show_survey(found: dict[str, Any], console: Console) -> None:
-    """What the index of a data set says."""
-    names, rest = found["classes"][:FIRST_CLASSES], len(found["classes"]) - FIRST_CLASSES
-    more = f", and {rest:,} more" if rest > 0 else ""
-    rows = [("source", found["source"]), ("classes", f"{len(found['classes']):,}: {', '.join(names)}{more}")]
-    for split, facts in found["splits"].items():
+def show_survey(survey: dict[str, Any], console: Console) -> None:
+    """Print what the index of a data set contains."""
+    names, remaining = survey["classes"][:MAX_NAMES], len(survey["classes"]) - MAX_NAMES
+    more = f", and {remaining:,} more" if remaining > 0 else ""
+    rows = [("source", survey["source"]), ("classes", f"{len(survey['classes']):,}: {', '.join(names)}{more}")]
+    for split, facts in survey["splits"].items():
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in facts["extensions"].items())
         sizes = ", ".join(f"{rank} {width} x {height}" for rank, (width, height) in facts["sizes"].items())
         fewest, most = (f"{count:,}" for count in facts["pictures_per_class"].values())
         each = fewest if fewest == most else f"{fewest} to {most}"
         rows += [
-            (split, f"{facts['pictures']:,} pictures, {each} a class, {in_bytes(facts['bytes'])}"),
+            (split, f"{facts['pictures']:,} images, {each} a class, {format_bytes(facts['bytes'])}"),
             ("", sizes),
             *([("", kinds)] if kinds else []),
         ]
-    if found["unsplit"]:
-        rows.append(("split", "there are no folders train and val: every fifth picture of a class validates"))
-    how = "kept from before and up to date" if found["kept"] else "scanned"
-    rows.append(("index", f"{how}, {found['seconds']:.2f} s"))
-    if any(facts["extensions"] for facts in found["splits"].values()):
-        rows.append(("train it", f"podscale train imagefolder {_data_options(found)}"))
-    console.print(table(found["path"], rows))
-    _show_classes(found, console)
+    if survey["unsplit"]:
+        rows.append(("split", "there are no folders train and val: every fifth image of a class validates"))
+    how = "kept from before and up to date" if survey["kept"] else "scanned"
+    rows.append(("index", f"{how}, {survey['seconds']:.2f} s"))
+    if any(facts["extensions"] for facts in survey["splits"].values()):
+        rows.append(("train it", f"podscale train imagefolder {_format_data_options(survey)}"))
+    console.print(make_table(survey["path"], rows))
+    _show_classes(survey, console)
 
 
-def _data_options(found: dict[str, Any]) -> str:
-    source = "" if found["source"] == "folder" else f"--data.source {found['source']} "
-    return f"{source}--data.path {shlex.quote(found['path'])}"
+def _format_data_options(survey: dict[str, Any]) -> str:
+    source = "" if survey["source"] == "folder" else f"--data.source {survey['source']} "
+    return f"{source}--data.path {shlex.quote(survey['path'])}"
 
 
-def _show_classes(found: dict[str, Any], console: Console) -> None:
-    """How many pictures each class has in each split."""
-    counts = {split: facts["class_counts"] for split, facts in found["splits"].items()}
+def _show_classes(survey: dict[str, Any], console: Console) -> None:
+    """Print how many images each class has in each split."""
+    counts = {split: facts["class_counts"] for split, facts in survey["splits"].items()}
     lines = [
         [name, *(f"{of_split[label]:,}" for of_split in counts.values())]
-        for label, name in enumerate(found["classes"][:MOST_LINES])
+        for label, name in enumerate(survey["classes"][:MAX_LINES])
     ]
-    console.print(columns(["class", *counts], lines))
-    if len(found["classes"]) > MOST_LINES:
-        rest = len(found["classes"]) - MOST_LINES
-        console.print(f"and {rest:,} more; --json has them all", highlight=False)
+    console.print(format_columns(["class", *counts], lines))
+    if len(survey["classes"]) > MAX_LINES:
+        remaining = len(survey["classes"]) - MAX_LINES
+        console.print(f"and {remaining:,} more; --json has them all", highlight=False)
 
 
-def show_check(found: dict[str, Any], console: Console) -> None:
-    """What is wrong with a data set, kind by kind; then how much was looked at."""
-    for kind, count in found["counts"].items():
+def show_check(check: dict[str, Any], console: Console) -> None:
+    """Print what is wrong with a data set, kind by kind, then how much was examined."""
+    for kind, count in check["counts"].items():
         console.print(f"{kind}: {count:,}", style="bold red", highlight=False)
-        all_ = [finding["why"] for finding in found["findings"] if finding["kind"] == kind]
-        for why in all_[:FIRST_FINDINGS]:
-            console.print(f"  {why}", highlight=False, markup=False)
-        if count > FIRST_FINDINGS:
-            console.print(f"  and {count - FIRST_FINDINGS:,} more, which --json names", highlight=False)
-    for split, balance in found["classes"].items():
+        reasons = [finding["why"] for finding in check["findings"] if finding["kind"] == kind]
+        for reason in reasons[:MAX_PROBLEMS]:
+            console.print(f"  {reason}", highlight=False, markup=False)
+        if count > MAX_PROBLEMS:
+            console.print(f"  and {count - MAX_PROBLEMS:,} more, which --json names", highlight=False)
+    for split, balance in check["classes"].items():
         if balance["uneven"]:
             (few, fewest), (many, most) = balance["fewest"], balance["most"]
-            told = f"{split}: {most:,} pictures of {many}, but {fewest:,} of {few}"
-            console.print(f"uneven classes in {told}", highlight=False, markup=False)
-    total, pictures = sum(found["pictures"].values()), found["pictures"].items()
+            text = f"{split}: {most:,} images of {many}, but {fewest:,} of {few}"
+            console.print(f"uneven classes in {text}", highlight=False, markup=False)
+    total, images = sum(check["pictures"].values()), check["pictures"].items()
     rows = [
-        ("looked at", ", ".join(f"{count:,} {split}" for split, count in pictures)),
-        ("found", "nothing wrong" if found["clean"] else _wrong(len(found["findings"]))),
-        ("time", f"{found['seconds']:.1f} s, {total / max(found['seconds'], 1e-9):,.0f} pictures/s"),
+        ("looked at", ", ".join(f"{count:,} {split}" for split, count in images)),
+        ("found", "nothing wrong" if check["clean"] else _count_problems(len(check["findings"]))),
+        ("time", f"{check['seconds']:.1f} s, {total / max(check['seconds'], 1e-9):,.0f} images/s"),
     ]
-    console.print(table(found["path"], rows))
+    console.print(make_table(check["path"], rows))
 
 
-def show_prepared(found: dict[str, Any], console: Console) -> None:
-    """What was prepared, and how to train from it."""
-    pictures = ", ".join(f"{count:,} {split}" for split, count in found["pictures"].items())
-    ways = [f"{count:,} {how}" for how, count in found["how"].items()]
-    told = ", ".join(ways[:FIRST_WAYS]) + (f", and {len(ways) - FIRST_WAYS} more kinds" if ways[FIRST_WAYS:] else "")
+def show_preparation(result: dict[str, Any], console: Console) -> None:
+    """Print what was prepared, and how to train from it."""
+    images = ", ".join(f"{count:,} {split}" for split, count in result["pictures"].items())
+    methods = [f"{count:,} {method}" for method, count in result["how"].items()]
+    remaining = len(methods) - MAX_METHODS
+    how = ", ".join(methods[:MAX_METHODS]) + (f", and {remaining} more kinds" if remaining > 0 else "")
+    sizes = f"{format_bytes(result['bytes_in'])} became {format_bytes(result['bytes_out'])}"
     rows = [
-        ("pictures", f"{pictures}, of {found['classes']:,} classes, in {found['shards']:,} shards"),
-        ("how", told),
-        ("bytes", f"{in_bytes(found['bytes_in'])} became {in_bytes(found['bytes_out'])}, {found['ratio']:.2f} times"),
-        ("time", "it was prepared before" if found["already"] else f"{found['seconds']:.1f} s"),
-        ("use it", f"--data.source tar --data.path {found['prepared']}"),
+        ("images", f"{images}, of {result['classes']:,} classes, in {result['shards']:,} shards"),
+        ("how", how),
+        ("bytes", f"{sizes}, {result['ratio']:.2f} times"),
+        ("time", "it was prepared before" if result["already"] else f"{result['seconds']:.1f} s"),
+        ("use it", f"--data.source tar --data.path {result['prepared']}"),
     ]
-    console.print(table("prepared", rows))
+    console.print(make_table("prepared", rows))
 
 
-def in_bytes(count: int) -> str:
-    """Bytes in a unit that people read.
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in a readable unit.
 
-    >>> in_bytes(999), in_bytes(31_324_160)
+    >>> format_bytes(999), format_bytes(31_324_160)
     ('999 bytes', '31.3 MB')
     """
     number, unit = float(count), "bytes"
@@ -108,5 +110,5 @@ def in_bytes(count: int) -> str:
     return f"{count} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
 
 
-def _wrong(count: int) -> str:
+def _count_problems(count: int) -> str:
     return "1 thing that is wrong" if count == 1 else f"{count:,} things that are wrong"

@@ -1,8 +1,8 @@
-"""The parts that pages are made of: text becomes HTML here, escaped, and nowhere else.
+"""Render the elements of pages. All text becomes HTML here and in the section modules, always escaped.
 
-A page needs nothing else: no network, no server, no library. It allows its own style and script by their hashes, and
-pictures that it carries itself, and nothing besides: what a name smuggles in does not run. The text is plain ASCII
-(the rest as references), so that no locale can spoil it.
+A page is self-contained: no network, no server, no library. Its content security policy allows only its own style and
+script, by their hashes, and embedded images, so that markup injected through a name does not run. The text is plain
+ASCII (other characters as references), so that it does not depend on the locale.
 """
 
 import base64
@@ -16,85 +16,94 @@ from string import Template
 from typing import Any
 
 
-def document(template: str, scripts: Sequence[str], data: Any, *, name: str, **parts: str) -> str:
-    """A whole page: a template filled with `name` and `parts`, which are HTML, and with `data` for its scripts."""
-    style, script = part("page.css"), "\n".join(part(name) for name in scripts)
-    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'"
-    body = Template(part(template)).substitute(name=name, **parts)
-    page = Template(part("frame.html")).substitute(
-        name=name, policy=policy, style=style, body=body, script=script, data=embedded(data)
+def render_document(template: str, scripts: Sequence[str], data: Any, *, name: str, **parts: str) -> str:
+    """Return a whole page.
+
+    Args:
+        template: the file of the page's body.
+        scripts: the files of its scripts, in order.
+        data: JSON values for the scripts.
+        name: the page's title, as HTML.
+        **parts: HTML for the other placeholders of the template.
+    """
+    style, script = read_asset("page.css"), "\n".join(read_asset(name) for name in scripts)
+    hashes = f"style-src {_hash_source(style)}; script-src {_hash_source(script)}"
+    policy = f"default-src 'none'; img-src data:; {hashes}; base-uri 'none'"
+    body = Template(read_asset(template)).substitute(name=name, **parts)
+    page = Template(read_asset("frame.html")).substitute(
+        name=name, policy=policy, style=style, body=body, script=script, data=embed_json(data)
     )
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
-def part(name: str) -> str:
-    """A file of this folder."""
+def read_asset(name: str) -> str:
+    """Return the text of a file in this folder."""
     return resources.files(__package__).joinpath(name).read_text(encoding="ascii")
 
 
-def _hash(source: str) -> str:
+def _hash_source(source: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
-def embedded(values: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open another."""
-    found = json.dumps(values, allow_nan=False, separators=(",", ":"))
-    return found.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def embed_json(values: Any) -> str:
+    """Return JSON that is safe inside a script element: nothing in it can close the element or open another."""
+    text = json.dumps(values, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], about: str = "table") -> str:
-    """Text as a table: numbers under a head, or names with their values."""
+def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "table") -> str:
+    """Return text as an HTML table: numbers under a header, or names with their values if `head` is empty."""
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     top = f"<thead><tr>{names}</tr></thead>" if head else ""
     body = ""
-    for first, *rest in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+    for first, *others in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
         body += f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>'
     kind = ' class="numbers"' if head else ""
-    return scrolling(f"<table{kind}>{top}<tbody>{body}</tbody></table>", about)
+    return wrap_scrolling(f"<table{kind}>{top}<tbody>{body}</tbody></table>", label)
 
 
-def scrolling(inner: str, about: str = "table") -> str:
-    """What may be wider than a phone, in a box that scrolls by itself and can be reached by the keyboard."""
-    return f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(about)}">{inner}</div>'
+def wrap_scrolling(inner: str, label: str = "table") -> str:
+    """Wrap HTML that may be wider than a phone in a box that scrolls and can be reached by the keyboard."""
+    return f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(label)}">{inner}</div>'
 
 
-def cards(values: Iterable[tuple[str, str, str]]) -> str:
-    """Names, large values, and what is to be said beside them."""
+def render_cards(values: Iterable[tuple[str, str, str]]) -> str:
+    """Return cards of a name, a large value, and a remark."""
     return "".join(
         f'<div><dt>{escape(name)}</dt><dd class="value">{escape(value)}</dd>'
-        f'<dd class="beside">{escape(beside)}</dd></div>'
-        for name, value, beside in values
+        f'<dd class="beside">{escape(remark)}</dd></div>'
+        for name, value, remark in values
     )
 
 
-def number(value: Any) -> float | None:
-    """A finite number with as many digits as a drawing needs, or None."""
+def round_number(value: Any) -> float | None:
+    """Return a finite number with as many digits as a chart needs, or None."""
     return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def cell(value: float | None, form: str = ".4g") -> str:
-    """A number in a table."""
+def format_cell(value: float | None, form: str = ".4g") -> str:
+    """Format a number for a table."""
     return "not a number" if value is None else format(value, form)
 
 
-# Parts of the work have their colours on every drawing; those of others follow from their names.
+# Each of these parts of the work has the same colour in every chart; the colours of others follow from their names.
 COLOURS = ("train", "input wait", "evaluate", "compile", "check", "start", "checkpoint", "other")
 
 
-def colour(name: str) -> int:
-    """The number of the colour for a part of the work."""
+def get_colour(name: str) -> int:
+    """Return the number of the colour for a part of the work."""
     return COLOURS.index(name) if name in COLOURS else 5 + sum(name.encode()) % 3
 
 
-def bar(parts: dict[str, float], about: str) -> str:
-    """Seconds by part, as a stacked bar and the table that explains it."""
+def render_bar(parts: dict[str, float], label: str) -> str:
+    """Return seconds by part as a stacked bar and a table."""
     whole, done, boxes, rows = sum(parts.values()), 0.0, [], []
     for name, s in parts.items():
-        fill, left, width = f"p{colour(name)}", 1000 * done / whole, 1000 * s / whole
-        gap = min(2, width / 2)  # between parts, so that neighbours are told apart without their colours
-        label = f"<title>{escape(name)} {s:,.1f} s, {s / whole:.1%}</title>"
-        boxes.append(f'<rect class="{fill}" x="{left:.2f}" width="{width - gap:.2f}" height="40">{label}</rect>')
+        fill, left, width = f"p{get_colour(name)}", 1000 * done / whole, 1000 * s / whole
+        gap = min(2, width / 2)  # between parts, so that neighbours are distinct without their colours
+        title = f"<title>{escape(name)} {s:,.1f} s, {s / whole:.1%}</title>"
+        boxes.append(f'<rect class="{fill}" x="{left:.2f}" width="{width - gap:.2f}" height="40">{title}</rect>')
         box = f'<rect class="{fill}" width="9" height="9"/>'
         swatch = f'<svg class="swatch" viewBox="0 0 9 9" aria-hidden="true">{box}</svg>'
         cells = f"<td>{s:,.1f} s</td><td>{s / whole:.1%}</td>"
@@ -102,6 +111,6 @@ def bar(parts: dict[str, float], about: str) -> str:
         done += s
     return (
         '<svg class="bar" viewBox="0 0 1000 40" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(about)}, as in the table below">{"".join(boxes)}</svg>'
-        + scrolling(f'<table class="numbers"><tbody>{"".join(rows)}</tbody></table>', about)
+        f'aria-label="{escape(label)}, as in the table below">{"".join(boxes)}</svg>'
+        + wrap_scrolling(f'<table class="numbers"><tbody>{"".join(rows)}</tbody></table>', label)
     )

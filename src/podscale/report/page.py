@@ -1,7 +1,7 @@
-"""A run as one HTML page that needs nothing else: no network, no server, no library.
+"""Write a run's report as one self-contained HTML page: no network, no server, no library.
 
-Everything is read from the run folder, so the page can be written while the run goes on and again after it. Numbers and
-words are written here; only the drawings are left to the page's scripts, from the JSON that the page carries.
+Everything is read from the run folder, so the page can be written during the run and again after it. Numbers and text
+are written here; the page's scripts only draw the charts, from the JSON embedded in the page.
 """
 
 import math
@@ -11,139 +11,139 @@ from typing import Any
 
 from podscale.report import mistakes_section, pod_section, time_section
 from podscale.report.history import (
-    POINTS,
+    MAX_POINTS,
     Line,
-    by_step,
-    evaluation_curves,
-    mean,
-    mean_rate,
-    sessions,
-    spent_curves,
-    summary_of,
-    thin,
-    training_curves,
-    training_s,
+    compute_mean,
+    compute_mean_rate,
+    group_points,
+    make_evaluation_curves,
+    make_time_curves,
+    make_training_curves,
+    select_by_step,
+    select_summary,
+    split_sessions,
+    sum_training_s,
 )
-from podscale.report.html import cards, cell, colour, document, number, table
+from podscale.report.html import format_cell, get_colour, render_cards, render_document, render_table, round_number
 from podscale.runs.folder import Run
 from podscale.storage.files import write_atomically
 
-ROWS = 40  # in the table of training steps
+MAX_ROWS = 40  # of the table of training steps
 SCRIPTS = ("chart.js", "torus.js", "page.js")
 
 
-def write(run: Run) -> Path:
-    """Writes `report.html` into the run's folder, and returns where it is."""
+def write_report(run: Run) -> Path:
+    """Write `report.html` into the run's folder and return its path."""
     path = run.folder / "report.html"
-    write_atomically(path, text(run))
+    write_atomically(path, render_report(run))
     return path
 
 
-def text(run: Run) -> str:
-    """The page."""
+def render_report(run: Run) -> str:
+    """Return the page as HTML."""
     lines, plan, names = run.metrics(), run.plan(), run.classes()
-    trained, evaluated = by_step(lines, "train"), by_step(lines, "eval")
-    summary = summary_of(lines, run.summary())
-    return document(
+    trained, evaluated = select_by_step(lines, "train"), select_by_step(lines, "eval")
+    summary = select_summary(lines, run.summary())
+    return render_document(
         "page.html",
         SCRIPTS,
-        _drawn(lines, trained, evaluated, plan),
+        _collect_data(lines, trained, evaluated, plan),
         name=escape(run.recipe.name),
         folder=escape(run.folder.resolve().name),
-        status=escape(_status(lines, plan, summary)),
-        headline=cards(_headline(run, lines, plan, summary)),
-        thinned=_thinning(trained),
-        parts=_keys(spent_curves(trained)),
-        evaluations=_evaluations(evaluated, plan),
-        steps=_steps(trained, plan),
-        evidence=mistakes_section.section(run.findings(), names, plan["steps_per_epoch"]),
-        bad=mistakes_section.bad_pictures(run.all_bad_pictures()),
-        time=time_section.ledger(summary, run.folder, len(sessions(lines))),
-        predicted=time_section.predicted(summary),
-        pod=escape(pod_section.pod(plan)),
-        phases="".join(_phase(*phase) for phase in pod_section.phases(plan)),
-        hops=pod_section.hops(plan),
-        plan=table([], _plan_rows(plan, run), "the plan"),
-        environment=_environment(plan),
+        status=escape(_format_status(lines, plan, summary)),
+        headline=render_cards(_list_headline(run, lines, plan, summary)),
+        thinned=_describe_thinning(trained),
+        parts=_format_keys(make_time_curves(trained)),
+        evaluations=_format_evaluations(evaluated, plan),
+        steps=_format_steps(trained, plan),
+        evidence=mistakes_section.render_mistakes(run.mistakes(), names, plan["steps_per_epoch"]),
+        bad=mistakes_section.render_bad_images(run.read_bad_images()),
+        time=time_section.render_ledger(summary, run.folder, len(split_sessions(lines))),
+        predicted=time_section.render_prediction(summary),
+        pod=escape(pod_section.describe_pod(plan)),
+        phases="".join(_format_phase(*phase) for phase in pod_section.list_phases(plan)),
+        hops=pod_section.describe_hops(plan),
+        plan=render_table([], _list_plan_rows(plan, run), "the plan"),
+        environment=_format_environment(plan),
         classes=f"<p>{escape(', '.join(names))}</p>",
         recipe=escape(run.recipe.to_toml()),
     )
 
 
-def _drawn(lines: list[Line], trained: list[Line], evaluated: list[Line], plan: Line) -> dict[str, Any]:
-    """What the page's scripts draw."""
+def _collect_data(lines: list[Line], trained: list[Line], evaluated: list[Line], plan: Line) -> dict[str, Any]:
+    """Return the data that the page's scripts draw."""
     pod = plan["pod"]
     return {
-        "train": training_curves(trained),
-        "val": evaluation_curves(evaluated),
-        "spent": spent_curves(trained),
-        "pauses": list(time_section.PAUSES),
-        "colours": {part: colour(part) for line in trained for part in line.get("spent", ())},
+        "train": make_training_curves(trained),
+        "val": make_evaluation_curves(evaluated),
+        "spent": make_time_curves(trained),
+        "pauses": list(time_section.PERIODIC_PARTS),
+        "colours": {part: get_colour(part) for line in trained for part in line.get("spent", ())},
         "resumes": [line["step"] for line in lines if line["event"] == "start" and line["step"]],
         "steps_per_epoch": plan["steps_per_epoch"],
         "pod": {"rows": pod["rows"], "cols": pod["cols"], "tile": plan["tile"], "summation": plan["summation"]},
     }
 
 
-def _phase(key: str, name: str, words: str) -> str:
-    return f'<li data-phase="{key}"><b>{name}.</b> {words}</li>'
+def _format_phase(key: str, name: str, text: str) -> str:
+    return f'<li data-phase="{key}"><b>{name}.</b> {text}</li>'
 
 
-def _keys(parts: dict[str, Any]) -> str:
-    return " ".join(f'<span class="key s{colour(name)}">{escape(name)}</span>' for name in parts)
+def _format_keys(parts: dict[str, Any]) -> str:
+    return " ".join(f'<span class="key s{get_colour(name)}">{escape(name)}</span>' for name in parts)
 
 
 # --- the top of the page -------------------------------------------------------------------------------------------
 
 
-def _status(lines: list[Line], plan: Line, summary: Line) -> str:
+def _format_status(lines: list[Line], plan: Line, summary: Line) -> str:
     last = max((line["step"] for line in lines), default=0)
     if not last:
         return f"Not one step done yet of {plan['steps']:,}."
-    words = f"Step {last:,} of {plan['steps']:,}, epoch {last / plan['steps_per_epoch']:.1f}"
+    position = f"Step {last:,} of {plan['steps']:,}, epoch {last / plan['steps_per_epoch']:.1f}"
     if not summary:
-        return f"{words}: not at its end when this page was written."
+        return f"{position}: not at its end when this page was written."
     if "until" in summary:
         (metric, value), *_ = summary["until"].items()
-        found = f"reached in {summary['reached_s']:.1f} s" if summary["reached"] else "was not reached"
-        return f"{words}: at its end; {metric} {value} {found}."
-    return f"{words}: at its end."
+        outcome = f"reached in {summary['reached_s']:.1f} s" if summary["reached"] else "was not reached"
+        return f"{position}: at its end; {metric} {value} {outcome}."
+    return f"{position}: at its end."
 
 
-def _headline(run: Run, lines: list[Line], plan: Line, summary: Line) -> list[tuple[str, str, str]]:
-    evaluated, trained = by_step(lines, "eval"), by_step(lines, "train")
-    count, rate = len(sessions(lines)), summary.get("images_per_s") or mean_rate(trained)
-    seconds, good = training_s(lines, run.recipe.batch.size), time_section.goodput_of(summary, run.folder)
+def _list_headline(run: Run, lines: list[Line], plan: Line, summary: Line) -> list[tuple[str, str, str]]:
+    evaluated, trained = select_by_step(lines, "eval"), select_by_step(lines, "train")
+    count, rate = len(split_sessions(lines)), summary.get("images_per_s") or compute_mean_rate(trained)
+    seconds, goodput = sum_training_s(lines, run.recipe.batch.size), time_section.compute_goodput(summary, run.folder)
     in_sessions = f", in {count} sessions" if count > 1 else ""
     return [
-        ("accuracy at the end" if summary else "accuracy so far", *accuracy(evaluated[-1:], plan)),
-        ("best accuracy", *accuracy(evaluated, plan)),
-        ("minutes", minutes(seconds), f"{seconds:,.1f} s from the first batch{in_sessions}"),
-        ("images a second", f"{rate:,.0f}" if rate else "–", f"on {devices(plan)}"),
-        ("goodput", "–" if good is None else f"{good:.0%}", "of all time was training that counted"),
+        ("accuracy at the end" if summary else "accuracy so far", *format_accuracy(evaluated[-1:], plan)),
+        ("best accuracy", *format_accuracy(evaluated, plan)),
+        ("minutes", format_minutes(seconds), f"{seconds:,.1f} s from the first batch{in_sessions}"),
+        ("images a second", f"{rate:,.0f}" if rate else "–", f"on {format_devices(plan)}"),
+        ("goodput", "–" if goodput is None else f"{goodput:.0%}", "of all time was training that counted"),
     ]
 
 
-def accuracy(evaluated: list[Line], plan: Line) -> tuple[str, str]:
-    """The best of these evaluations, and which it was."""
+def format_accuracy(evaluated: list[Line], plan: Line) -> tuple[str, str]:
+    """Return the best accuracy of these evaluations, and where it was reached."""
     if not evaluated:
         return "–", "not evaluated yet"
     best = max(evaluated, key=lambda line: line["accuracy"])
-    where = f"of {best['examples']:,} pictures, " if "examples" in best else ""
-    return f"{best['accuracy']:.2%}", f"{where}epoch {best['step'] / plan['steps_per_epoch']:.1f}"
+    examples = f"of {best['examples']:,} images, " if "examples" in best else ""
+    return f"{best['accuracy']:.2%}", f"{examples}epoch {best['step'] / plan['steps_per_epoch']:.1f}"
 
 
-def minutes(seconds: float) -> str:
-    """Minutes with the digits that matter.
+def format_minutes(seconds: float) -> str:
+    """Format seconds as minutes with the significant digits.
 
-    >>> minutes(9.6), minutes(132), minutes(36000)
+    >>> format_minutes(9.6), format_minutes(132), format_minutes(36000)
     ('0.16', '2.20', '600')
     """
     return f"{seconds / 60:,.2f}" if seconds < 600 else f"{seconds / 60:,.0f}"
 
 
-def devices(plan: Line) -> str:
-    """How many of what kind."""
+def format_devices(plan: Line) -> str:
+    """Return the number and kind of devices."""
     pod = plan["pod"]
     return f"{pod['devices']:,} {pod['kind']} device{'s' * (pod['devices'] > 1)}"
 
@@ -151,38 +151,40 @@ def devices(plan: Line) -> str:
 # --- tables --------------------------------------------------------------------------------------------------------
 
 
-def _evaluations(evaluated: list[Line], plan: Line) -> str:
+def _format_evaluations(evaluated: list[Line], plan: Line) -> str:
     if not evaluated:
         return "<p>Not evaluated yet.</p>"
     rows = [
         (
             f"{line['step']:,}",
             f"{line['step'] / plan['steps_per_epoch']:.1f}",
-            cell(number(line["accuracy"]), ".2%"),
-            cell(number(line.get("accuracy_top5")), ".2%"),
-            cell(number(line.get("loss"))),
-            cell(number(line.get("seconds")), ",.1f"),
+            format_cell(round_number(line["accuracy"]), ".2%"),
+            format_cell(round_number(line.get("accuracy_top5")), ".2%"),
+            format_cell(round_number(line.get("loss"))),
+            format_cell(round_number(line.get("seconds")), ",.1f"),
         )
         for line in evaluated
     ]
     head = ("step", "epoch", "accuracy", "top-5 accuracy", "loss", "seconds in its session")
-    return table(head, rows, "evaluations")
+    return render_table(head, rows, "evaluations")
 
 
-def _steps(trained: list[Line], plan: Line) -> str:
+def _format_steps(trained: list[Line], plan: Line) -> str:
     if not trained:
         return "<p>Not one step done yet.</p>"
     rows = []
-    for some in thin(trained, ROWS):
-        first, last = some[0]["step"], some[-1]["step"]
-        means = [cell(mean(some, name)) for name in ("loss", "accuracy", "learning_rate")]
-        at = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        rows.append((at, f"{last / plan['steps_per_epoch']:.1f}", *means, cell(mean_rate(some), ",.0f")))
-    return table(("steps", "epoch", "loss", "accuracy", "learning rate", "images/s"), rows, "training steps")
+    for group in group_points(trained, MAX_ROWS):
+        first, last = group[0]["step"], group[-1]["step"]
+        means = [format_cell(compute_mean(group, name)) for name in ("loss", "accuracy", "learning_rate")]
+        steps = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        rows.append(
+            (steps, f"{last / plan['steps_per_epoch']:.1f}", *means, format_cell(compute_mean_rate(group), ",.0f"))
+        )
+    return render_table(("steps", "epoch", "loss", "accuracy", "learning rate", "images/s"), rows, "training steps")
 
 
-def _thinning(trained: list[Line]) -> str:
-    size = max(1, math.ceil(len(trained) / POINTS))
+def _describe_thinning(trained: list[Line]) -> str:
+    size = max(1, math.ceil(len(trained) / MAX_POINTS))
     each = f"Each point of a training curve is the mean of {size} steps. " if size > 1 else ""
     return (
         f"{each}The faint line is what was measured, the strong one its moving average. Point at a curve, or focus it "
@@ -190,14 +192,14 @@ def _thinning(trained: list[Line]) -> str:
     )
 
 
-def _plan_rows(plan: Line, run: Run) -> list[tuple[str, str]]:
+def _list_plan_rows(plan: Line, run: Run) -> list[tuple[str, str]]:
     pod, counts, recipe, memory = plan["pod"], plan["counts"], run.recipe, plan["bytes_per_device"]
     parts = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in memory.items() if name != "limit" and size)
     return [
         ("recipe", f"{recipe.name} {recipe.digest()}"),
         ("data", f"{counts['train']:,} train, {counts['val']:,} val, {counts['classes']:,} classes"),
         ("model", f"{recipe.model.name}, {recipe.data.image_size} px, {recipe.model.precision}"),
-        ("pod", f"{pod['kind']}, {pod['rows']}x{pod['cols']} torus, {devices(plan)}, hosts: {pod['hosts']:,}"),
+        ("pod", f"{pod['kind']}, {pod['rows']}x{pod['cols']} torus, {format_devices(plan)}, hosts: {pod['hosts']:,}"),
         ("batch", f"{recipe.batch.size:,} images, {plan['images_per_device']:,} a device"),
         ("micro-batches", f"{plan['micro_batches']:,} a step"),
         ("batch norm", f"groups of {plan['span']:,}, tiles of {plan['tile'][0]}x{plan['tile'][1]} chips"),
@@ -211,8 +213,8 @@ def _plan_rows(plan: Line, run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _environment(plan: Line) -> str:
-    """Machine, libraries and code, as the last session found them."""
+def _format_environment(plan: Line) -> str:
+    """Return machine, libraries and code of the last session."""
     facts, libraries = plan.get("environment"), plan.get("versions", {})
     if not facts:
         return "<p>Not known: the run was begun by an older Podscale.</p>"
@@ -226,4 +228,4 @@ def _environment(plan: Line) -> str:
         ("settings", settings or "none"),
         ("data", f"digest {plan.get('data_digest', 'unknown')}"),
     ]
-    return table([], rows, "the environment")
+    return render_table([], rows, "the environment")

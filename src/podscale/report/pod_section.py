@@ -1,26 +1,26 @@
-"""The pod in words: its shape, and what happens in each phase when gradients are summed on it."""
+"""Describe the pod: its shape, and what happens in each phase when gradients are summed on it."""
 
 from typing import Any
 
-DRAWN = 8  # rows and columns of chips; larger pods are drawn as an excerpt, as the page's script does
+MAX_DRAWN = 8  # rows and columns of chips; the page's script draws only an excerpt of larger pods
 Line = dict[str, Any]
 
 
-def pod(plan: Line) -> str:
-    """What is drawn, and which chips normalize together."""
+def describe_pod(plan: Line) -> str:
+    """Return a description of the drawing, and of the chips that normalize together."""
     shape, (h, w) = plan["pod"], plan["tile"]
     rows, cols = shape["rows"], shape["cols"]
-    words = f"{rows} x {cols} chips as a torus: the last chip of every row and column is linked to the first (dashed)."
-    if rows > DRAWN or cols > DRAWN:
-        words += f" Drawn is an excerpt of {min(rows, DRAWN)} x {min(cols, DRAWN)}, as if it were the whole pod."
+    text = f"{rows} x {cols} chips as a torus: the last chip of every row and column is linked to the first (dashed)."
+    if rows > MAX_DRAWN or cols > MAX_DRAWN:
+        text += f" Drawn is an excerpt of {min(rows, MAX_DRAWN)} x {min(cols, MAX_DRAWN)}, as if it were the whole pod."
     if shape["cores"] > 1:
-        words += f" The {shape['cores']} cores of a chip add up theirs first, on the chip."
+        text += f" The {shape['cores']} cores of a chip add up theirs first, on the chip."
     if (h, w) == (1, 1):
-        return f"{words} Batch norm: every chip normalizes its own images, in groups of {plan['span']:,}."
-    return f"{words} Batch norm: tiles of {h} x {w} chips normalize {plan['span']:,} images together."
+        return f"{text} Batch norm: every chip normalizes its own images, in groups of {plan['span']:,}."
+    return f"{text} Batch norm: tiles of {h} x {w} chips normalize {plan['span']:,} images together."
 
 
-# Of each summation: key for the page's script, name of the phase, what happens in it and why that is fast.
+# By summation: the key for the page's script, the name of the phase, what happens in it and why it is fast.
 PHASES = {
     "torus": (
         ("rows-sum", "Reduce-scatter along rows",
@@ -78,18 +78,18 @@ XLA = (
 )
 
 
-def phases(plan: Line) -> list[tuple[str, str, str]]:
-    """Key, name and words of each phase on a pod of this shape."""
+def list_phases(plan: Line) -> list[tuple[str, str, str]]:
+    """Return key, name and text of each phase on a pod of this shape."""
     R, C = plan["pod"]["rows"], plan["pod"]["cols"]
     if R * C == 1:
         return [("none", "One chip", "Its own gradient is the sum already; nothing travels.")]
-    known = PHASES.get(plan["summation"], (("once", "One step", XLA),))
+    phases = PHASES.get(plan["summation"], (("once", "One step", XLA),))
     idle = ("rows-sum", "rows-share") if C == 1 else ("columns",) if R == 1 else ()
-    return [(key, name, words.format(C=C, N=R * C)) for key, name, words in known if key not in idle]
+    return [(key, name, text.format(C=C, N=R * C)) for key, name, text in phases if key not in idle]
 
 
-def hops(plan: Line) -> str:
-    """How far the gradients travel on this very pod, however little of it is drawn."""
+def describe_hops(plan: Line) -> str:
+    """Return the number of hops on the whole pod, even if only an excerpt is drawn."""
     R, C = plan["pod"]["rows"], plan["pod"]["cols"]
     ring = 2 * (R * C - 1)
     torus = 2 * (R - 1) + 2 * (C - 1)
@@ -97,5 +97,5 @@ def hops(plan: Line) -> str:
     count = counts.get(plan["summation"])
     if not count:
         return ""
-    words = f"On this {R} x {C} pod that takes {count:,} hops from chip to chip"
-    return f"{words}; one ring through all chips would take {ring:,}." if count < ring else f"{words}."
+    text = f"On this {R} x {C} pod that takes {count:,} hops from chip to chip"
+    return f"{text}; one ring through all chips would take {ring:,}." if count < ring else f"{text}."

@@ -2,11 +2,11 @@
 
 const PITCH = 58, CHIP = 34, EDGE = 36, INNER = 28, DRAWN = 8;
 
-/** A closed walk over all chips, one link a step: whole rows, some rightwards, some leftwards, so that it closes. */
-function walk(rows, cols) {
+/** Return a ring through all chips, one link per step: whole rows, some to the right, some to the left, so that it closes. */
+function makeRing(rows, cols) {
   let rightwards = rows;
   while (rightwards >= 0 && (rows - 2 * rightwards) % cols) rightwards--;
-  if (rightwards < 0) return walk(cols, rows).map(([col, row]) => [row, col]);
+  if (rightwards < 0) return makeRing(cols, rows).map(([col, row]) => [row, col]);
   const chips = [];
   for (let row = 0, start = 0; row < rows; row++) {
     const step = row < rightwards ? 1 : -1;
@@ -16,15 +16,15 @@ function walk(rows, cols) {
   return chips;
 }
 
-/** What happens, hop by hop: `part` is the share of the gradient a chip holds, `sum` the share of chips summed in it. */
-function stages(summation, rows, cols) {
+/** Return the stages of a summation: `part` is the share of the gradient a chip holds, `sum` the share of chips summed in it. */
+function listStages(summation, rows, cols) {
   const N = rows * cols, right = [[0, 1]], down = [[1, 0]], all = [[0, 1], [0, -1], [1, 0], [-1, 0]];
   const stage = (phase, hops, part, sum, ways) => ({ phase, hops, part, sum, ways });
   const side = Math.max(rows, cols);
   const plans = {
     ring: [
-      stage("sum", N - 1, [1, 1 / N], [1 / N, 1], "walk"),
-      stage("share", N - 1, [1 / N, 1], [1, 1], "walk"),
+      stage("sum", N - 1, [1, 1 / N], [1 / N, 1], "ring"),
+      stage("share", N - 1, [1 / N, 1], [1, 1], "ring"),
     ],
     torus: [
       stage("rows-sum", cols - 1, [1, 1 / cols], [1 / N, cols / N], right),
@@ -41,66 +41,66 @@ function stages(summation, rows, cols) {
   };
   plans.ring2 = plans.ring;
   plans.sharded = plans.torus;
-  const chosen = plans[summation] || [stage("once", 1, [1, 1], [1 / N, 1], all)];
-  return N === 1 ? [] : chosen.filter((s) => s.hops > 0);
+  const selected = plans[summation] || [stage("once", 1, [1, 1], [1 / N, 1], all)];
+  return N === 1 ? [] : selected.filter((s) => s.hops > 0);
 }
 
-/** The links of the torus as paths, each from a chip to the one right of or below it; the last wraps around. */
-function drawLinks(picture, rows, cols, centre) {
+/** Draw the links of the torus as paths, each from a chip to the one to its right or below; the last wraps around. */
+function drawLinks(image, rows, cols, centre) {
   const links = new Map();
   const add = (row, col, down, d, wraps) => links.set(`${row},${col},${down}`,
-    svg("path", { class: wraps ? "link wrap" : "link", d }, picture));
-  const half = CHIP / 2, lane = PITCH / 2, out = 22;
+    svg("path", { class: wraps ? "link wrap" : "link", d }, image));
+  const half = CHIP / 2, offset = PITCH / 2, out = 22;
   for (let row = 0; row < rows; row++) for (let col = 0; col < cols; col++) {
     const [x, y] = centre(row, col), [x0] = centre(row, 0), [, y0] = centre(0, col);
     if (col + 1 < cols) add(row, col, 0, `M${x + half},${y}H${x + PITCH - half}`, false);
-    else if (cols > 1) add(row, col, 0, `M${x + half},${y}c${out},0 ${out},${lane} 0,${lane}H${x0 - half}` +
-      `c${-out},0 ${-out},${-lane} 0,${-lane}`, true);
+    else if (cols > 1) add(row, col, 0, `M${x + half},${y}c${out},0 ${out},${offset} 0,${offset}H${x0 - half}` +
+      `c${-out},0 ${-out},${-offset} 0,${-offset}`, true);
     if (row + 1 < rows) add(row, col, 1, `M${x},${y + half}V${y + PITCH - half}`, false);
-    else if (rows > 1) add(row, col, 1, `M${x},${y + half}c0,${out} ${lane},${out} ${lane},0V${y0 - half}` +
-      `c0,${-out} ${-lane},${-out} ${-lane},0`, true);
+    else if (rows > 1) add(row, col, 1, `M${x},${y + half}c0,${out} ${offset},${out} ${offset},0V${y0 - half}` +
+      `c0,${-out} ${-offset},${-out} ${-offset},0`, true);
   }
   return links;
 }
 
-function drawTiles(picture, rows, cols, [high, wide], centre) {
+function drawTiles(image, rows, cols, [high, wide], centre) {
   for (let row = 0; row < rows; row += high) for (let col = 0; col < cols; col += wide) {
     const [x, y] = centre(row, col), h = Math.min(high, rows - row), w = Math.min(wide, cols - col);
     const colour = ((row / high) % 2) * 2 + ((col / wide) % 2);
     svg("rect", { class: `tile t${colour}`, x: x - CHIP / 2 - 7, y: y - CHIP / 2 - 7, rx: 8,
-      width: (w - 1) * PITCH + CHIP + 14, height: (h - 1) * PITCH + CHIP + 14 }, picture);
+      width: (w - 1) * PITCH + CHIP + 14, height: (h - 1) * PITCH + CHIP + 14 }, image);
   }
 }
 
 function drawPod() {
   const { pod } = data, rows = Math.min(pod.rows, DRAWN), cols = Math.min(pod.cols, DRAWN);
   const width = (cols - 1) * PITCH + CHIP + 2 * EDGE, height = (rows - 1) * PITCH + CHIP + 2 * EDGE;
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: width * Math.min(Math.max(420 / width, 1), 2), role: "img",
+  const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: width * Math.min(Math.max(420 / width, 1), 2), role: "img",
     "aria-label": `${rows} by ${cols} chips, each linked to its four neighbours, with links around the edges` }, byId("torus"));
   const centre = (row, col) => [EDGE + CHIP / 2 + col * PITCH, EDGE + CHIP / 2 + row * PITCH];
-  drawTiles(picture, rows, cols, pod.tile, centre);
-  const links = drawLinks(picture, rows, cols, centre);
-  const held = [];
+  drawTiles(image, rows, cols, pod.tile, centre);
+  const links = drawLinks(image, rows, cols, centre);
+  const boxes = [];
   for (let row = 0; row < rows; row++) for (let col = 0; col < cols; col++) {
     const [x, y] = centre(row, col);
-    svg("rect", { class: "chip", x: x - CHIP / 2, y: y - CHIP / 2, width: CHIP, height: CHIP, rx: 4 }, picture);
-    held.push(svg("rect", { class: "held" }, picture));
+    svg("rect", { class: "chip", x: x - CHIP / 2, y: y - CHIP / 2, width: CHIP, height: CHIP, rx: 4 }, image);
+    boxes.push(svg("rect", { class: "content" }, image));
   }
-  const packets = svg("g", {}, picture);
-  const film = { rows, cols, centre, links, held, packets, stages: stages(pod.summation, rows, cols) };
-  play(film);
+  const packets = svg("g", {}, image);
+  const animation = { rows, cols, centre, links, boxes, packets, stages: listStages(pod.summation, rows, cols) };
+  play(animation);
 }
 
-/** Every [link, backwards] that carries data in a stage. */
-function routes(film, stage) {
-  const { rows, cols, links } = film, found = [];
+/** Return every [link, backwards] that carries data in a stage. */
+function listRoutes(animation, stage) {
+  const { rows, cols, links } = animation, routes = [];
   const go = (row, col, down, back) => {
     const from = back ? [(row - down + rows) % rows, (col - 1 + down + cols) % cols] : [row, col];
     const link = links.get(`${from},${down}`);
-    if (link) found.push([link, back]);
+    if (link) routes.push([link, back]);
   };
-  if (stage.ways === "walk") {
-    const chips = walk(rows, cols);
+  if (stage.ways === "ring") {
+    const chips = makeRing(rows, cols);
     chips.forEach(([row, col], i) => {
       const [r, c] = chips[(i + 1) % chips.length], down = r === row ? 0 : 1;
       const back = down ? r === row - 1 || r - row > 1 : c === col - 1 || c - col > 1;
@@ -108,94 +108,94 @@ function routes(film, stage) {
     });
   } else for (const [y, x] of stage.ways)
     for (let row = 0; row < rows; row++) for (let col = 0; col < cols; col++) go(row, col, y ? 1 : 0, x + y < 0);
-  return found;
+  return routes;
 }
 
-/** The stage that the moment `time`, counted in hops, falls into, and how many hops of it are over. */
-function moment(film, time) {
+/** Return the stage at `time`, counted in hops, and how many of its hops are over. */
+function findStage(animation, time) {
   let before = 0;
-  for (const stage of film.stages) {
+  for (const stage of animation.stages) {
     if (time < before + stage.hops) return [stage, time - before];
     before += stage.hops;
   }
-  return [film.stages.at(-1), film.stages.at(-1).hops];
+  return [animation.stages.at(-1), animation.stages.at(-1).hops];
 }
 
-/** The same moment in words. */
-function told(film, time, total) {
-  const chips = film.rows * film.cols;
+/** Describe the state at `time` in words. */
+function describeMoment(animation, time, total) {
+  const chips = animation.rows * animation.cols;
   if (time >= total) return `Done: every chip has the whole gradient, with the work of all ${chips} chips added up in it.`;
   if (time < 1) return "At first each chip has only the gradient of its own images.";
-  const [stage, within] = moment(film, Math.floor(time));
+  const [stage, within] = findStage(animation, Math.floor(time));
   const between = ([a, b]) => a + (b - a) * within / stage.hops;
   const share = Math.round(100 * between(stage.part)), summed = Math.round(chips * between(stage.sum));
   return `A chip now holds ${share} % of the gradient, with the work of ${summed} of ${chips} chips added up in it.`;
 }
 
-/** Shows the moment `time`. */
-function show(film, time, total) {
-  const [stage, within] = moment(film, time);
+/** Draw the state at `time`. */
+function drawMoment(animation, time, total) {
+  const [stage, within] = findStage(animation, time);
   const between = ([a, b]) => a + (b - a) * within / stage.hops;
   const wide = INNER * Math.sqrt(between(stage.part)), high = INNER * Math.sqrt(between(stage.sum));
-  film.held.forEach((box, i) => {
-    const [x, y] = film.centre(Math.floor(i / film.cols), i % film.cols);
-    const shift = film.held.length > 1 ? i / (film.held.length - 1) * (INNER - wide) : 0;
+  animation.boxes.forEach((box, i) => {
+    const [x, y] = animation.centre(Math.floor(i / animation.cols), i % animation.cols);
+    const shift = animation.boxes.length > 1 ? i / (animation.boxes.length - 1) * (INNER - wide) : 0;
     const place = { x: x - INNER / 2 + shift, y: y + INNER / 2 - high, width: wide, height: high };
     for (const [key, value] of Object.entries(place)) box.setAttribute(key, value.toFixed(2));
     box.classList.toggle("done", time >= total);
   });
-  if (film.stage !== stage) {
-    film.stage = stage;
-    film.links.forEach((link) => link.classList.remove("busy"));
-    film.routes = routes(film, stage);
-    film.routes.forEach(([link]) => link.classList.add("busy"));
-    film.packets.replaceChildren();
-    film.dots = film.routes.map(() => svg("circle", { class: "packet", r: 4 }, film.packets));
+  if (animation.stage !== stage) {
+    animation.stage = stage;
+    animation.links.forEach((link) => link.classList.remove("busy"));
+    animation.routes = listRoutes(animation, stage);
+    animation.routes.forEach(([link]) => link.classList.add("busy"));
+    animation.packets.replaceChildren();
+    animation.dots = animation.routes.map(() => svg("circle", { class: "packet", r: 4 }, animation.packets));
     document.querySelectorAll("#phases li").forEach((li) => li.classList.toggle("now", li.dataset.phase === stage.phase));
   }
   const progress = within % 1;
-  film.packets.setAttribute("visibility", progress ? "visible" : "hidden");
-  film.routes.forEach(([link, back], i) => {
+  animation.packets.setAttribute("visibility", progress ? "visible" : "hidden");
+  animation.routes.forEach(([link, back], i) => {
     const point = link.getPointAtLength(link.getTotalLength() * (back ? 1 - progress : progress));
-    film.dots[i].setAttribute("transform", `translate(${point.x.toFixed(1)},${point.y.toFixed(1)})`);
+    animation.dots[i].setAttribute("transform", `translate(${point.x.toFixed(1)},${point.y.toFixed(1)})`);
   });
 }
 
-function play(film) {
-  const total = film.stages.reduce((sum, s) => sum + s.hops, 0);
+function play(animation) {
+  const total = animation.stages.reduce((sum, s) => sum + s.hops, 0);
   if (!total) {
-    film.held.forEach((box, i) => { box.classList.add("done"); const [x, y] = film.centre(0, i);
+    animation.boxes.forEach((box, i) => { box.classList.add("done"); const [x, y] = animation.centre(0, i);
       for (const [k, v] of Object.entries({ x: x - INNER / 2, y: y - INNER / 2, width: INNER, height: INNER })) box.setAttribute(k, v); });
     return;
   }
-  const slider = byId("hop"), button = byId("play"), hop_ms = Math.min(Math.max(9000 / total, 70), 1100), REST = 2000 / hop_ms;
-  let time = 0, playing = !matchMedia("(prefers-reduced-motion: reduce)").matches, seen = true, last = 0, running = false;
+  const slider = byId("hop"), button = byId("play"), hop_ms = Math.min(Math.max(9000 / total, 70), 1100), PAUSE = 2000 / hop_ms;
+  let time = 0, playing = !matchMedia("(prefers-reduced-motion: reduce)").matches, visible = true, last = 0, running = false;
   byId("player").hidden = false;
   slider.max = total;
   const update = () => {
     const at = Math.min(time, total);
     slider.value = at;
     byId("hop-value").textContent = `${Math.ceil(at)} of ${total}`;
-    byId("told").textContent = told(film, at, total);
+    byId("hop-text").textContent = describeMoment(animation, at, total);
     button.textContent = playing ? "Pause" : "Play";
-    show(film, at, total);
+    drawMoment(animation, at, total);
   };
   const frame = (now) => {
-    running = playing && seen;
+    running = playing && visible;
     if (!running) return;
-    time = (time + Math.min(now - last, 100) / hop_ms) % (total + REST);
+    time = (time + Math.min(now - last, 100) / hop_ms) % (total + PAUSE);
     last = now;
     update();
     requestAnimationFrame(frame);
   };
   const start = () => {
-    if (running || !playing || !seen) return;
+    if (running || !playing || !visible) return;
     running = true;
     requestAnimationFrame((now) => { last = now; frame(now); });
   };
   button.addEventListener("click", () => { playing = !playing; if (playing && time >= total) time = 0; update(); start(); });
   slider.addEventListener("input", () => { playing = false; time = +slider.value; update(); });
-  new IntersectionObserver(([entry]) => { seen = entry.isIntersecting; start(); }).observe(byId("torus"));
+  new IntersectionObserver(([entry]) => { visible = entry.isIntersecting; start(); }).observe(byId("torus"));
   update();
   start();
 }
