@@ -1,1 +1,1 @@
-"""Use a trained model: inference, and files for other programs."""
+"""Use a trained model: inference, and export to other programs."""

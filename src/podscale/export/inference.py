@@ -1,4 +1,4 @@
-"""Using what was trained: a run's checkpoint evaluated, or asked what is on a picture."""
+"""Use a trained model: evaluate a run's checkpoint, or classify images with it."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,87 +11,165 @@ import numpy as np
 from flax import nnx
 
 from podscale.config.options import Options
-from podscale.data.image_files import Pictures, listed
+from podscale.data.image_files import ImageFiles, list_image_files
 from podscale.errors import UserError
-from podscale.pod import Pod, find
+from podscale.pod import Pod, find_pod
 from podscale.runs.folder import Run
 from podscale.training import step as steps
 from podscale.training import trained as trained_models
 from podscale.training.checkpoint import Checkpoints
 from podscale.training.evaluate import Evaluator
-from podscale.training.setup import prepare, restored
+from podscale.training.setup import prepare, restore_state
 
 T = TypeVar("T")
-TOP = 5
+TOP = 5  # classes of a prediction
 EVAL_IMAGES = 64  # per device
 
 
 def open_run(folder: str | None) -> Run:
-    """The run in that folder, or the newest one."""
-    return Run.load(folder) if folder else Run.newest()
+    """Return the run in that folder, or the newest one."""
+    return Run.load(folder) if folder else Run.load_newest()
 
 
 def evaluate(
     run: Run, pod: Pod | None = None, options: Options = Options(), which: str = "best", model: nnx.Module | None = None
 ) -> dict[str, Any]:
-    """Accuracy and loss of a checkpoint over all validation examples of the recipe's data."""
-    pod = pod or find()
-    # Evaluation does not depend on the batch, so any number of devices will do: the plan gets one that fits.
-    share = EVAL_IMAGES * pod.size
-    fitting = run.recipe.override({"batch.size": share, "batch.span": EVAL_IMAGES, "data.lanes": 1})
-    job = prepare(fitting, pod, options, model)
-    if job.data.classes != run.classes():
+    """Return accuracy and loss of a checkpoint over all validation examples of the recipe's data.
+
+    Args:
+        run: the run, such as `Run.load("runs/digits")`.
+        pod: the devices to evaluate on; all devices by default. Their number does not change the result.
+        options: how to run it.
+        which: the checkpoint: "best", "newest" or a step.
+        model: a flax.nnx module instead of the recipe's own.
+
+    Returns:
+        `accuracy`, `accuracy_top5`, `loss` and `examples`; `unreadable`, a sentence for each image that could not be
+        read; the step of the `checkpoint`, and the `run`.
+
+    Raises:
+        UserError: there is no such checkpoint, or the data set has other classes.
+
+    Example:
+        >>> import tempfile
+        >>> import podscale
+        >>> from rich.console import Console
+        >>> recipe = podscale.load_recipe("digits").override({"model.width": 4, "train.epochs": 0.1})
+        >>> pod, quiet = podscale.find_pod(virtual="1x1"), Console(quiet=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     summary = podscale.train(recipe, pod=pod, folder=folder, console=quiet)
+        ...     result = podscale.evaluate(podscale.Run.load(folder), pod)
+        >>> result["examples"], result["checkpoint"]
+        (360, 2)
+    """
+    pod = pod or find_pod()
+    # Evaluation does not depend on the batch, so the plan gets one that fits any number of devices.
+    fitting = run.recipe.override({"batch.size": EVAL_IMAGES * pod.size, "batch.span": EVAL_IMAGES, "data.lanes": 1})
+    setup = prepare(fitting, pod, options, model)
+    if setup.data.classes != run.classes():
         raise UserError(f"{run.recipe.data.path} has other classes than {run.folder} was trained on")
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         step = trained_models.choose_step(run, checkpoints, which)
-        state = restored(job, partial(checkpoints.restore, step))
-    evaluator = Evaluator(job)
-    found = evaluator(state)
-    return {**found, "unreadable": evaluator.unreadable, "checkpoint": step, "run": str(run.folder)}
+        state = restore_state(setup, partial(checkpoints.restore, step))
+    evaluator = Evaluator(setup)
+    result = evaluator(state)
+    return {**result, "unreadable": evaluator.unreadable_images, "checkpoint": step, "run": str(run.folder)}
 
 
 def predict(
-    run: Run, pictures: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
+    run: Run, images: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
 ) -> list[dict[str, Any]]:
-    """What is on each picture of these files, folders and lists (`-`); see `predictions`."""
-    return list(predictions(run, pictures, which, model))
+    """Classify images.
 
+    Args:
+        run: the run whose model to use.
+        images: image files, folders of them, or "-" for a list of them on standard input.
+        which: the checkpoint: "best", "newest" or a step.
+        model: a flax.nnx module instead of the recipe's own.
 
-def predictions(
-    run: Run, pictures: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
-) -> Iterator[dict[str, Any]]:
-    """The same, each as soon as it is known: `image`, and `top`, its most likely classes, most likely first.
+    Returns:
+        For each image, in order, `image`, its path, and `top`, its five most likely classes, most likely first. An
+        image that cannot be read has `error`, one sentence, instead of `top`.
 
-    A picture that cannot be read has `error`, one sentence, instead of `top`.
+    Raises:
+        UserError: there is no such checkpoint, or no image.
+
+    Example:
+        >>> import tempfile
+        >>> import podscale
+        >>> from rich.console import Console
+        >>> recipe = podscale.load_recipe("digits").override({"model.width": 4, "train.epochs": 0.1})
+        >>> pod, quiet = podscale.find_pod(virtual="1x1"), Console(quiet=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     summary = podscale.train(recipe, pod=pod, folder=folder, console=quiet)
+        ...     run = podscale.Run.load(folder)
+        ...     (prediction,) = podscale.predict(run, [run.folder / "sample.png"])
+        >>> len(prediction["top"]), sorted(prediction["top"][0])
+        (5, ['class', 'probability'])
     """
-    classes, files = run.classes(), Pictures(listed(pictures), run.recipe, jax.devices()[0])
+    return list(iterate_predictions(run, images, which, model))
+
+
+def iterate_predictions(
+    run: Run, images: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the predictions of `predict`, each as soon as it is known."""
+    classes, files = run.classes(), ImageFiles(list_image_files(images), run.recipe, jax.devices()[0])
     trained = trained_models.load_trained(run, which, model)
-    probabilities = steps.predictor(trained.net, run.recipe)
+    probabilities = steps.make_predictor(trained.net, run.recipe)
     params, stats = jax.device_put((trained.params, trained.stats), files.device)
     first = 0
-    with files.batches() as batches:
-        asked = ((batch.count, probabilities(params, stats, batch.images)) for batch in batches)
-        for count, answer in _one_behind(asked):
-            for number, row in enumerate(np.asarray(answer)[:count], start=first):
-                why = files.problems.get(number)
-                yield {"image": files.names[number]} | ({"error": why} if why else {"top": _top(row, classes)})
+    with files.make_batches() as batches:
+        started = ((batch.count, probabilities(params, stats, batch.images)) for batch in batches)
+        for count, result in _delay_by_one(started):
+            for number, row in enumerate(np.asarray(result)[:count], start=first):
+                problem = files.problems.get(number)
+                yield {"image": files.names[number]} | (
+                    {"error": problem} if problem else {"top": _top_classes(row, classes)}
+                )
             first += count
 
 
-def _one_behind(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each handed on once the next is under way."""
-    before = list(islice(items, 1))
+def _delay_by_one(items: Iterator[T]) -> Iterator[T]:
+    """Yield the same items, each once the next has been started, so that the device always has work."""
+    previous = list(islice(items, 1))
     for item in items:
-        yield before.pop()
-        before.append(item)
-    yield from before
+        yield previous.pop()
+        previous.append(item)
+    yield from previous
 
 
-def _top(row: np.ndarray, classes: tuple[str, ...]) -> list[dict[str, Any]]:
-    best = np.argsort(-row, kind="stable")[:TOP]
-    return [{"class": classes[c], "probability": float(row[c])} for c in best]
+def _top_classes(probabilities: np.ndarray, classes: tuple[str, ...]) -> list[dict[str, Any]]:
+    best = np.argsort(-probabilities, kind="stable")[:TOP]
+    return [{"class": classes[c], "probability": float(probabilities[c])} for c in best]
 
 
-def restore(run: Run, which: str = "best", model: nnx.Module | None = None) -> nnx.Module:
-    """The trained network, ready to be called on normalized images; by the averaged weights if there are."""
-    return trained_models.load_trained(run, which, model).model()
+def load_model(run: Run, which: str = "best", model: nnx.Module | None = None) -> nnx.Module:
+    """Return the trained network as a flax.nnx module in evaluation mode.
+
+    Args:
+        run: the run.
+        which: the checkpoint: "best", "newest" or a step.
+        model: a flax.nnx module instead of the recipe's own.
+
+    Returns:
+        A module that maps normalized images [n, h, w, 3] to logits [n, classes]. It has the averaged weights if the
+        recipe has an average.
+
+    Raises:
+        UserError: there is no such checkpoint, or it does not fit the model.
+
+    Example:
+        >>> import tempfile
+        >>> import podscale
+        >>> from rich.console import Console
+        >>> recipe = podscale.load_recipe("digits").override({"model.width": 4, "train.epochs": 0.1})
+        >>> pod, quiet = podscale.find_pod(virtual="1x1"), Console(quiet=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     summary = podscale.train(recipe, pod=pod, folder=folder, console=quiet)
+        ...     network = podscale.load_model(podscale.Run.load(folder))
+        >>> import jax.numpy as jnp
+        >>> network(jnp.zeros((3, 8, 8, 3))).shape
+        (3, 10)
+    """
+    return trained_models.load_trained(run, which, model).build_module()

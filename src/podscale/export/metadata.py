@@ -1,4 +1,4 @@
-"""What another program must know about an exported model."""
+"""Metadata of an exported model: what another program must know to use it."""
 
 from typing import Any
 
@@ -6,11 +6,9 @@ from podscale.recipe import Data
 from podscale.runs.folder import Run
 from podscale.storage.files import to_json
 
-# --- what another program must know --------------------------------------------------------------------------------
-
 
 def make_metadata(run: Run, step: int) -> dict[str, str]:
-    """Names to JSON: labels, preprocessing, recipe, checkpoint and accuracy (null if it was not evaluated)."""
+    """Return labels, preprocessing, recipe, checkpoint and accuracy (null if it was not evaluated), each as JSON."""
     accuracies = [line["accuracy"] for line in run.metrics() if line["event"] == "eval" and line["step"] == step]
     facts = {
         "labels": list(run.classes()),
@@ -23,7 +21,7 @@ def make_metadata(run: Run, step: int) -> dict[str, str]:
 
 
 def describe_preprocessing(data: Data) -> dict[str, Any]:
-    """How a picture becomes what the model takes, in numbers and in words."""
+    """Return how an image becomes the model's input, in numbers and in words."""
     shrink = f"shrink it to at most {data.shrink} pixels on the longer side, bilinear; " if data.shrink else ""
     return {
         "image_size": data.image_size,
@@ -32,7 +30,7 @@ def describe_preprocessing(data: Data) -> dict[str, Any]:
         "shrink": data.shrink,
         "mean": list(data.mean),
         "std": list(data.std),
-        "resize": "decode to RGB, upright by its EXIF orientation; " + shrink + "cut out the centred square whose side "
+        "resize": "decode to RGB, upright by its EXIF orientation; " + shrink + "crop the centred square whose side "
         "is eval_fraction of the shorter side, rounded to the nearest pixel, its corner rounded down; resize it to "
         "image_size x image_size with a bilinear filter that is widened when it shrinks (Pillow's BILINEAR)",
         "normalize": "(pixel / 255 - mean) / std, per channel; stablehlo and onnx files do this themselves",

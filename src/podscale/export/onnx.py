@@ -1,8 +1,8 @@
-"""Our ResNets as ONNX graphs, for programs that know nothing of JAX.
+"""Export ResNets as ONNX graphs, for programs without JAX.
 
-A graph takes pixels as they are, uint8 [batch, size, size, 3], normalizes them, and gives logits and probabilities; all
-of it in float32. Tensors are named and laid out as torchvision's. The stem on 2x2 blocks is written as the 7x7
-convolution that it is.
+A graph takes pixels, uint8 [batch, size, size, 3], normalizes them, and returns logits and probabilities; all of it in
+float32. Tensors are named and laid out as torchvision's. The stem on 2x2 blocks is written as the 7x7 convolution that
+it is equal to.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from podscale.models.resnet import BasicBlock, BottleneckBlock, ResNet
 from podscale.models.weights.torchvision import to_torchvision
 from podscale.recipe import Data
 
-OPSET, IR_VERSION = 17, 8  # of 2022: every runtime in use reads them
+OPSET, IR_VERSION = 17, 8  # from 2022: every runtime in use reads them
 
 
 class _Graph:
-    """Nodes as they are added, each by the name of its output."""
+    """Nodes in the order in which they are added, each named by its output."""
 
     def __init__(self, onnx: Any, tensors: dict[str, np.ndarray]) -> None:
         self._onnx = onnx
@@ -46,32 +46,36 @@ class _Graph:
         return self.add("Relu", [x], f"{x}.relu")
 
 
-def to_onnx(model: nnx.Module, data: Data, notes: dict[str, str]) -> Any:
-    """The ONNX model of a ResNet that was trained on pictures as `data` says; `notes` become its metadata."""
+def to_onnx(model: nnx.Module, data: Data, metadata: dict[str, str]) -> Any:
+    """Return the ONNX model of a ResNet that takes images as `data` says.
+
+    Raises:
+        UserError: the model is not a ResNet, or the package onnx is not installed.
+    """
     if not isinstance(model, ResNet):
         raise UserError(f"ONNX is written for ResNets, not for a {type(model).__name__}; export to StableHLO instead")
-    onnx = _onnx()
+    onnx = _import_onnx()
     graph = _Graph(onnx, to_torchvision(model))
-    logits = _layers(graph, model, _normalized(graph, data))
+    logits = _add_layers(graph, model, _add_normalization(graph, data))
     graph.add("Softmax", [logits], "probabilities", axis=1)
     classes, kind = len(graph.tensors["fc.bias"]), onnx.TensorProto
-    described = onnx.helper.make_tensor_value_info
+    describe = onnx.helper.make_tensor_value_info
     sides = [data.image_size, data.image_size, 3]
-    made = onnx.helper.make_graph(
+    nodes = onnx.helper.make_graph(
         graph.nodes,
         "podscale",
-        [described("images", kind.UINT8, ["batch", *sides])],
-        [described(name, kind.FLOAT, ["batch", classes]) for name in ("logits", "probabilities")],
+        [describe("images", kind.UINT8, ["batch", *sides])],
+        [describe(name, kind.FLOAT, ["batch", classes]) for name in ("logits", "probabilities")],
         [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in graph.tensors.items()],
     )
     opset = [onnx.helper.make_opsetid("", OPSET)]
-    whole = onnx.helper.make_model(made, opset_imports=opset, ir_version=IR_VERSION, producer_name="podscale")
-    onnx.helper.set_model_props(whole, notes)
-    onnx.checker.check_model(whole, full_check=True)
-    return whole
+    exported = onnx.helper.make_model(nodes, opset_imports=opset, ir_version=IR_VERSION, producer_name="podscale")
+    onnx.helper.set_model_props(exported, metadata)
+    onnx.checker.check_model(exported, full_check=True)
+    return exported
 
 
-def _onnx() -> Any:
+def _import_onnx() -> Any:
     try:
         import onnx
         import onnx.numpy_helper
@@ -80,8 +84,8 @@ def _onnx() -> Any:
     return onnx
 
 
-def _normalized(graph: _Graph, data: Data) -> str:
-    """Pixels to what the model takes, by the same arithmetic as `augment.normalize`, and channels first."""
+def _add_normalization(graph: _Graph, data: Data) -> str:
+    """Add nodes from pixels to the model's input: the arithmetic of `augment.normalize`, then channels first."""
     mean, std = np.asarray(data.mean, np.float32), np.asarray(data.std, np.float32)
     x = graph.add("Cast", ["images"], "pixels", to=1)  # to float32
     x = graph.add("Mul", [x, graph.constant("scale", 1 / (255 * std))], "scaled")
@@ -89,7 +93,7 @@ def _normalized(graph: _Graph, data: Data) -> str:
     return graph.add("Transpose", [x], "inputs", perm=[0, 3, 1, 2])
 
 
-def _layers(graph: _Graph, model: ResNet, x: str) -> str:
+def _add_layers(graph: _Graph, model: ResNet, x: str) -> str:
     layers: list[Any] = list(model.layers)
     stem, *blocks, _ = layers
     x = graph.relu(graph.conv_norm(x, "conv1", "bn1", stem.conv.stride, stem.norm.epsilon))
@@ -97,12 +101,12 @@ def _layers(graph: _Graph, model: ResNet, x: str) -> str:
         x = graph.add("MaxPool", [x], "maxpool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
     names = [f"layer{stage}.{index}" for stage, count in enumerate(model.stages, 1) for index in range(count)]
     for name, block in zip(names, blocks, strict=True):
-        x = _block(graph, name, block, x)
+        x = _add_block(graph, name, block, x)
     x = graph.add("Flatten", [graph.add("GlobalAveragePool", [x], "avgpool")], "features")
     return graph.add("Gemm", [x, "fc.weight", "fc.bias"], "logits", transB=1)
 
 
-def _block(graph: _Graph, name: str, block: BasicBlock | BottleneckBlock, x: str) -> str:
+def _add_block(graph: _Graph, name: str, block: BasicBlock | BottleneckBlock, x: str) -> str:
     depth, y = (3 if isinstance(block, BottleneckBlock) else 2), x
     for number in range(1, depth + 1):
         conv, norm = getattr(block, f"conv{number}"), getattr(block, f"norm{number}")

@@ -4,17 +4,17 @@ import numpy as np
 import safetensors.numpy
 
 from podscale.models.weights.names import name_arrays
-from podscale.models.weights.torchvision import state_dict
+from podscale.models.weights.torchvision import make_state_dict
 from podscale.runs.folder import Run
 from podscale.training.trained import TrainedModel
 
-# --- formats -------------------------------------------------------------------------------------------------------
 
-
-def write_safetensors(run: Run, trained: TrainedModel, notes: dict[str, str]) -> bytes:
+def write_safetensors(run: Run, trained: TrainedModel, metadata: dict[str, str]) -> bytes:
+    """Return a file with all arrays under our names."""
     arrays = {name: np.asarray(array) for name, array in name_arrays(trained.params, trained.stats).items()}
-    return safetensors.numpy.save(arrays, notes)
+    return safetensors.numpy.save(arrays, metadata)
 
 
-def write_torchvision(run: Run, trained: TrainedModel, notes: dict[str, str]) -> bytes:
-    return safetensors.numpy.save(state_dict(trained.model()), notes)
+def write_torchvision(run: Run, trained: TrainedModel, metadata: dict[str, str]) -> bytes:
+    """Return a file with all arrays under torchvision's names."""
+    return safetensors.numpy.save(make_state_dict(trained.build_module()), metadata)

@@ -1,11 +1,11 @@
-"""Export: a trained run as one file that another program can use with nothing else from here.
+"""Export a trained run as one file that another program can use without Podscale.
 
-    safetensors   all numbers by name, to be read back here or by anybody
-    stablehlo     the whole program, pixels to probabilities, for JAX on CPU, GPU and TPU
+    safetensors   all arrays by name, for Podscale and others to read
+    stablehlo     the whole program, from pixels to probabilities, for JAX on CPU, GPU and TPU
     onnx          the same for ONNX runtimes (ResNets)
-    torchvision   the numbers under torchvision's names (ResNets), as safetensors
+    torchvision   the arrays under torchvision's names (ResNets), as safetensors
 
-Each holds its labels, how a picture becomes its input, the recipe, the checkpoint and its accuracy.
+Each holds its labels, how an image becomes its input, the recipe, the checkpoint and its accuracy.
 """
 
 import json
@@ -34,48 +34,72 @@ def export_model(
     which: str = "best",
     model: nnx.Module | None = None,
 ) -> dict[str, Any]:
-    """Writes a run's checkpoint ("best", "newest" or a step) to the file `to`; returns what was written.
+    """Write a run's model to a file for other programs.
 
-    `format` is one of those above; by default the one of the file's ending. `model` replaces the recipe's own.
+    Args:
+        run: the run, or its folder.
+        to: the file to write.
+        format: "safetensors", "stablehlo", "onnx" or "torchvision"; by default the one of the file's suffix.
+        which: the checkpoint: "best", "newest" or a step.
+        model: a flax.nnx module instead of the recipe's own.
+
+    Returns:
+        `file`, `format`, size in `bytes`, `run`, step of the `checkpoint` and its `accuracy`.
+
+    Raises:
+        UserError: the file cannot be written, or the format is unknown, does not fit the model or needs a package that
+            is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> import podscale
+        >>> from rich.console import Console
+        >>> recipe = podscale.load_recipe("digits").override({"model.width": 4, "train.epochs": 0.1})
+        >>> pod, quiet = podscale.find_pod(virtual="1x1"), Console(quiet=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     summary = podscale.train(recipe, pod=pod, folder=folder, console=quiet)
+        ...     result = podscale.export_model(folder, f"{folder}/model.safetensors")
+        >>> result["format"], result["checkpoint"]
+        ('safetensors', 2)
     """
     run = run if isinstance(run, Run) else Run.load(run)
     path = Path(to)
-    form = _choose_format(path, format)
+    format_name = _choose_format(path, format)
     trained = trained_models.load_trained(run, which, model)
-    notes = make_metadata(run, trained.step)
-    _write(path, _WRITERS[form](run, trained, notes))
+    metadata = make_metadata(run, trained.step)
+    _write_file(path, _WRITERS[format_name](run, trained, metadata))
     size = path.stat().st_size
-    return {"file": str(path), "format": form, "bytes": size, "run": str(run.folder)} | {
-        key: json.loads(notes[key]) for key in ("checkpoint", "accuracy")
+    return {"file": str(path), "format": format_name, "bytes": size, "run": str(run.folder)} | {
+        key: json.loads(metadata[key]) for key in ("checkpoint", "accuracy")
     }
 
 
 def _choose_format(path: Path, format: str) -> str:
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"cannot write {path}: " + ("it is a folder" if path.is_dir() else f"no folder {path.parent}"))
-    if not format and path.suffix[1:] not in ENDINGS:
-        raise UserError(f"the ending of {path} names no format; use .{', .'.join(ENDINGS)}, or say --format")
-    form = format or path.suffix[1:]
-    if form not in _WRITERS:
-        raise UserError(f"there is no format {form!r} to export to: {suggest_names(form, _WRITERS)}")
-    return form
+    if not format and path.suffix[1:] not in SUFFIXES:
+        raise UserError(f"the ending of {path} names no format; use .{', .'.join(SUFFIXES)}, or say --format")
+    format_name = format or path.suffix[1:]
+    if format_name not in _WRITERS:
+        raise UserError(f"there is no format {format_name!r} to export to: {suggest_names(format_name, _WRITERS)}")
+    return format_name
 
 
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
+def _write_file(path: Path, content: bytes) -> None:
+    partial = path.with_name(path.name + ".part")
+    partial.write_bytes(content)
+    os.replace(partial, path)
 
 
-def _onnx(run: Run, trained: TrainedModel, notes: dict[str, str]) -> bytes:
-    content: bytes = to_onnx(trained.model(), run.recipe.data, notes).SerializeToString()
+def _write_onnx(run: Run, trained: TrainedModel, metadata: dict[str, str]) -> bytes:
+    content: bytes = to_onnx(trained.build_module(), run.recipe.data, metadata).SerializeToString()
     return content
 
 
 _WRITERS: dict[str, Callable[[Run, TrainedModel, dict[str, str]], bytes]] = {
     "safetensors": write_safetensors,
     "stablehlo": write_stablehlo,
-    "onnx": _onnx,
+    "onnx": _write_onnx,
     "torchvision": write_torchvision,
 }
-ENDINGS = ("safetensors", "stablehlo", "onnx")
+SUFFIXES = ("safetensors", "stablehlo", "onnx")

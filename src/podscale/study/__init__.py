@@ -1,1 +1,1 @@
-"""Study: one question asked of many trainings. A grid of recipes and seeds, what came of it, a table and a plot."""
+"""Studies: train a grid of recipes and seeds, and compare the results in a table and a plot."""

@@ -1,4 +1,4 @@
-"""Grid: a study's file, read into cases; each case is a recipe that is trained once for every seed.
+"""Read a study's file into cases; each case is a recipe that is trained once for every seed.
 
     recipe = "digits"              a preset, or a recipe file beside this one
     seeds = [0, 1, 2]
@@ -23,7 +23,7 @@
     grid.batch.size = [256]
     set.schedule.peak = 2.0
 
-Nothing in it is executed, and all of it is checked before the first training begins.
+Nothing in it is executed, and all of it is checked before the first training starts.
 """
 
 import itertools
@@ -41,7 +41,7 @@ from podscale.recipe import SECTIONS, Recipe
 MEASURES = ("accuracy", "best_accuracy", "accuracy_top5", "train_s", "images_per_s")
 KEYS = ("recipe", "seeds", "measure", "set", "grid", "case", "at")
 SEED = "train.seed"
-MOST_CASES = 10_000
+MAX_CASES = 10_000
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Case:
     values: dict[str, Any]
     recipe: Recipe
 
-    def seeded(self, seed: int) -> Recipe:
-        """The recipe with that seed."""
-        return recipes.override(self.recipe, {SEED: seed})
+    def with_seed(self, seed: int) -> Recipe:
+        """Return the recipe with that seed."""
+        return recipes.override_recipe(self.recipe, {SEED: seed})
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study as its file tells it."""
+    """A study: its cases, their seeds and the measure by which they are compared."""
 
     name: str
     doc: str
@@ -68,10 +68,19 @@ class Study:
     measure: str
 
 
-def load(path: str | Path, changes: dict[str, Any] | None = None, seeds: Sequence[int] = ()) -> Study:
-    """The study in that file; `changes` to recipe fields hold for all cases, `seeds` replace the file's."""
+def load_study(path: str | Path, changes: dict[str, Any] | None = None, seeds: Sequence[int] = ()) -> Study:
+    """Read a study's file.
+
+    Args:
+        path: the TOML file.
+        changes: values of recipe fields for all cases; the grid's fields keep theirs.
+        seeds: instead of the file's.
+
+    Raises:
+        UserError: the file or a recipe has a mistake; the message says which.
+    """
     path = Path(path)
-    text = recipes.read(path, "study")
+    text = recipes.read_recipe_file(path, "study")
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -82,126 +91,124 @@ def load(path: str | Path, changes: dict[str, Any] | None = None, seeds: Sequenc
     measure = tables.get("measure", "accuracy")
     if measure not in MEASURES:
         raise UserError(f"a study's measure cannot be {measure!r}: {suggest_names(str(measure), MEASURES)}")
-    cases = tuple(_cases(path, tables, changes or {}))
-    seeds = _seeds(list(seeds) or tables.get("seeds", [0]))
+    cases = tuple(_build_cases(path, tables, changes or {}))
+    seeds = _check_seeds(list(seeds) or tables.get("seeds", [0]))
     for case in cases:
-        case.seeded(seeds[0])  # what a recipe refuses, it refuses now
-    return Study(path.stem, recipes.opening_comment(text), cases, seeds, measure)
+        case.with_seed(seeds[0])  # raises now what the recipe would raise later
+    return Study(path.stem, recipes.parse_opening_comment(text), cases, seeds, measure)
 
 
-def _cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Iterator[Case]:
-    base = _recipe(path, tables)
-    common = flat(tables.get("set", {}), "set") | changes
-    grid = {field: _values(field, values) for field, values in flat(tables.get("grid", {}), "grid").items()}
-    named = _named(tables.get("case", [{}]))
-    bases = {name: _recipe(path, case) if "recipe" in case else base for name, case in named.items()}
-    owned = {name: flat(case.get("set", {}), "set") for name, case in named.items()}
-    spots = _spots(tables.get("at", []), grid, list(named))
-    if any(SEED in fields for fields in (common, grid, *owned.values(), *(spot.own for spot in spots))):
+def _build_cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Iterator[Case]:
+    base = _load_recipe(path, tables)
+    common = flatten_fields(tables.get("set", {}), "set") | changes
+    fields = flatten_fields(tables.get("grid", {}), "grid")
+    grid = {field: _check_values(field, values) for field, values in fields.items()}
+    named = _index_by_name(tables.get("case", [{}]))
+    bases = {name: _load_recipe(path, case) if "recipe" in case else base for name, case in named.items()}
+    settings = {name: flatten_fields(case.get("set", {}), "set") for name, case in named.items()}
+    overrides = _read_overrides(tables.get("at", []), grid, list(named))
+    if any(SEED in fields for fields in (common, grid, *settings.values(), *(one.settings for one in overrides))):
         raise UserError(f"a study's seeds are in `seeds`, not in {SEED}")
-    combined = list(itertools.islice(itertools.product(*grid.values()), MOST_CASES + 1))
-    if len(combined) * len(named) > MOST_CASES:
-        raise UserError(f"the study {path} has more than {MOST_CASES:,} cases")
-    for name, own in bases.items():
-        for chosen in combined:
-            values = dict(zip(grid, chosen, strict=True))
-            words = [name, *(f"{field} {_shown(value)}" for field, value in values.items())]
-            told = ", ".join(word for word in words if word) or own.name
-            shown = ({"case": name} if name else {}) | values
-            changed = common | owned[name]
-            for spot in spots:
-                changed |= spot.own if spot.holds(name, values) else {}
-            yield Case(told, shown, recipes.override(own, changed | values))
+    combinations = list(itertools.islice(itertools.product(*grid.values()), MAX_CASES + 1))
+    if len(combinations) * len(named) > MAX_CASES:
+        raise UserError(f"the study {path} has more than {MAX_CASES:,} cases")
+    for name, recipe in bases.items():
+        for combination in combinations:
+            values = dict(zip(grid, combination, strict=True))
+            parts = [name, *(f"{field} {_format_value(value)}" for field, value in values.items())]
+            title = ", ".join(part for part in parts if part) or recipe.name
+            differences = ({"case": name} if name else {}) | values
+            changed = common | settings[name]
+            for override in overrides:
+                changed |= override.settings if override.applies_to(name, values) else {}
+            yield Case(title, differences, recipes.override_recipe(recipe, changed | values))
 
 
-def _recipe(path: Path, tables: dict[str, Any]) -> Recipe:
+def _load_recipe(path: Path, tables: dict[str, Any]) -> Recipe:
     name = tables.get("recipe", "digits")
     if not isinstance(name, str):
         raise UserError(f"a study's recipe is a name or a TOML file, not {name!r}")
     beside = path.parent / name
-    return recipes.load(beside if name.endswith(".toml") and beside.exists() else name)
+    return recipes.load_recipe(beside if name.endswith(".toml") and beside.exists() else name)
 
 
-def _named(cases: Any) -> dict[str, dict[str, Any]]:
-    """The cases by their names; a study without any has one, which needs no name."""
-    found: dict[str, dict[str, Any]] = {}
+def _index_by_name(cases: Any) -> dict[str, dict[str, Any]]:
+    """Return the cases by name; a study without cases has one, which needs no name."""
+    by_name: dict[str, dict[str, Any]] = {}
     if not (isinstance(cases, list) and cases and all(isinstance(case, dict) for case in cases)):
         raise UserError("a study's cases are tables, each begun by [[case]]")
     for case in cases:
         name = case.get("name", "")
         if not isinstance(name, str) or set(case) - {"name", "recipe", "set"} or (case and not name):
             raise UserError("a case of a study has a `name`, which is text, a `recipe` and `set`, and nothing else")
-        if name in found:
+        if name in by_name:
             raise UserError(f"a study has two cases with the name {name!r}")
-        found[name] = case
-    return found
+        by_name[name] = case
+    return by_name
 
 
 @dataclass(frozen=True)
-class _Spot:
-    """Fields that are different in one case (or in all: "") at these values of the grid."""
+class _Override:
+    """Fields that have other values in one case (or in all: "") at these values of the grid."""
 
     case: str
-    where: dict[str, list[Any]]
-    own: dict[str, Any]
+    grid: dict[str, list[Any]]
+    settings: dict[str, Any]
 
-    def holds(self, case: str, values: dict[str, Any]) -> bool:
-        return self.case in ("", case) and all(values[field] in some for field, some in self.where.items())
+    def applies_to(self, case: str, values: dict[str, Any]) -> bool:
+        return self.case in ("", case) and all(values[field] in some for field, some in self.grid.items())
 
 
-def _spots(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> list[_Spot]:
+def _read_overrides(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> list[_Override]:
     if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
         raise UserError("what a study has `at` some values are tables, each begun by [[at]]")
-    found = []
+    overrides = []
     for table in tables:
         if set(table) - {"case", "grid", "set"} or not table.get("grid") or not table.get("set"):
             raise UserError("a study's [[at]] has `grid` and `set`, and perhaps a `case`, and nothing else")
-        case, where = table.get("case", ""), flat(table["grid"], "grid")
+        case, at = table.get("case", ""), flatten_fields(table["grid"], "grid")
         if case and case not in names:
             raise UserError(f"a study's [[at]] is for the case {case!r}, which there is not")
-        lists = {field: value if isinstance(value, list) else [value] for field, value in where.items()}
+        lists = {field: value if isinstance(value, list) else [value] for field, value in at.items()}
         for field, values in lists.items():
             for value in values:
                 if value not in grid.get(field, []):
-                    raise UserError(f"a study's [[at]] is for {field} {_shown(value)}, which is not in its grid")
-        own = flat(table["set"], "set")
-        for field in own.keys() & grid.keys():
+                    raise UserError(f"a study's [[at]] is for {field} {_format_value(value)}, which is not in its grid")
+        settings = flatten_fields(table["set"], "set")
+        for field in settings.keys() & grid.keys():
             raise UserError(f"a study's [[at]] sets {field}, which its grid varies")
-        found.append(_Spot(case, lists, own))
-    return found
+        overrides.append(_Override(case, lists, settings))
+    return overrides
 
 
-def _values(field: str, values: Any) -> list[Any]:
+def _check_values(field: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values:
         raise UserError(f"{field} in a study's grid is a list of values, not {values!r}")
     return values
 
 
-def _seeds(seeds: Any) -> tuple[int, ...]:
-    good = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
-    if not good or len(set(seeds)) < len(seeds):
+def _check_seeds(seeds: Any) -> tuple[int, ...]:
+    valid = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not valid or len(set(seeds)) < len(seeds):
         raise UserError(f"a study's seeds are different whole numbers from 0 on, not {seeds!r}")
     return tuple(seeds)
 
 
-def flat(tables: Any, where: str) -> dict[str, Any]:
-    """Tables by section and field, or fields by dotted name, as `{"section.field": value}`."""
+def flatten_fields(tables: Any, section: str) -> dict[str, Any]:
+    """Return tables by section and field, or fields by dotted name, as `{"section.field": value}`."""
     if not isinstance(tables, dict):
-        raise UserError(f"{where} in a study is a table of recipe fields, not {tables!r}")
-    found: dict[str, Any] = {}
+        raise UserError(f"{section} in a study is a table of recipe fields, not {tables!r}")
+    fields: dict[str, Any] = {}
     for name, value in tables.items():
         if "." in name:
-            found[name] = value
+            fields[name] = value
         elif name not in SECTIONS or not isinstance(value, dict):
-            raise UserError(f"{where} in a study has {name!r}, which is no section of a recipe: {_sections(name)}")
+            hint = suggest_names(name, SECTIONS)
+            raise UserError(f"{section} in a study has {name!r}, which is no section of a recipe: {hint}")
         else:
-            found |= {f"{name}.{field}": inner for field, inner in value.items()}
-    return found
+            fields |= {f"{name}.{field}": inner for field, inner in value.items()}
+    return fields
 
 
-def _sections(name: str) -> str:
-    return suggest_names(name, SECTIONS)
-
-
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Running: the trainings of a study, one after the other. What is done stays done: the same command goes on."""
+"""Run the trainings of a study, one after the other. Finished trainings are kept: the same command resumes."""
 
 import time
 from collections.abc import Iterator
@@ -23,85 +23,88 @@ from podscale.training import loop
 from podscale.training.compilation import cache_programs_in
 from podscale.training.divergence import BUNDLE
 
-LOOK_AGAIN_S = 1.0  # where all that is left is other processes'
+POLL_S = 1.0  # between looks at the trainings of other processes, once nothing else is left
 
 
-def run(study: Study, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any]:
-    """Trains what is not trained yet, and returns what all cases came to; `folder` gets the table and the plot.
+def run_study(study: Study, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any]:
+    """Train what is not trained yet, write table and plot to `folder`, and return the results of all cases.
 
-    Several processes may do so in one folder: each takes what no other is at, and in the end waits for the others'.
+    Several processes may share one folder: each takes a training that no other has claimed, and in the end waits for
+    the others.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"the study's folder {folder} is a file; choose another with --run")
-    left = [(case, seed) for seed in study.seeds for case in study.cases]  # all have a result before any has two
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    waits = False
-    with _programs_kept(folder / "compiled"):
-        while left:
-            case, seed, claim = next(_claimed(folder, left), (None, 0, None))
-            if case is None or claim is None:
-                if not waits:
-                    _say(console, f"waiting for what other processes train: {len(left)}")
-                waits = True
-                time.sleep(LOOK_AGAIN_S)
+    pending = [
+        (case, seed) for seed in study.seeds for case in study.cases
+    ]  # every case has a result before any has two
+    runs: dict[tuple[str, int], dict[str, Any]] = {}
+    waiting = False
+    with _cache_programs(folder / "compiled"):
+        while pending:
+            case, seed, lock = next(_claim_pending(folder, pending), (None, 0, None))
+            if case is None or lock is None:
+                if not waiting:
+                    _log(console, f"waiting for what other processes train: {len(pending)}")
+                waiting = True
+                time.sleep(POLL_S)
                 continue
-            with claim:
-                _say(console, f"{len(found) + 1} of {len(found) + len(left)}: {case.name}, seed {seed}")
-                found[case.name, seed] = {"seed": seed} | _one(case, seed, folder, pod, options, console)
-            left.remove((case, seed))
-            result = results.summarize(study, _by_case(study, found))
+            with lock:
+                _log(console, f"{len(runs) + 1} of {len(runs) + len(pending)}: {case.name}, seed {seed}")
+                runs[case.name, seed] = {"seed": seed} | _train_case(case, seed, folder, pod, options, console)
+            pending.remove((case, seed))
+            result = results.summarize(study, _group_by_case(study, runs))
             group.run_on_main_process(partial(_write, folder, study, result))
     return result
 
 
-def _claimed(folder: Path, left: list[tuple[Case, int]]) -> Iterator[tuple[Case, int, FolderLock]]:
-    """Those that no other process is at, each claimed. Processes of one pod do all together, and claim nothing."""
-    for case, seed in left:
-        claim = FolderLock(folder / "claims" / _place(folder, case, seed).name)
+def _claim_pending(folder: Path, pending: list[tuple[Case, int]]) -> Iterator[tuple[Case, int, FolderLock]]:
+    """Yield the trainings that no other process has claimed, each claimed. Processes of one pod claim nothing."""
+    for case, seed in pending:
+        lock = FolderLock(folder / "claims" / _run_folder(folder, case, seed).name)
         try:
             if jax.process_count() == 1:
-                claim.take()
+                lock.acquire()
         except UserError:  # another process has it
             continue
-        yield case, seed, claim
+        yield case, seed, lock
 
 
-def _place(folder: Path, case: Case, seed: int) -> Path:
-    recipe = case.seeded(seed)
+def _run_folder(folder: Path, case: Case, seed: int) -> Path:
+    recipe = case.with_seed(seed)
     return folder / f"{recipe.name}-{recipe.digest()}"
 
 
-def _by_case(study: Study, found: dict[tuple[str, int], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What is there so far, in the study's order."""
+def _group_by_case(study: Study, runs: dict[tuple[str, int], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the results so far, in the order of the study."""
     return {
         case.name: {
             "values": case.values,
-            "runs": [found[case.name, seed] for seed in study.seeds if (case.name, seed) in found],
+            "runs": [runs[case.name, seed] for seed in study.seeds if (case.name, seed) in runs],
         }
         for case in study.cases
     }
 
 
-def _one(case: Case, seed: int, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any]:
-    """What a training came to: the part of its summary that studies compare, or one sentence on why it did not."""
-    place = _place(folder, case, seed)
-    summary = finished(place)
-    if summary is None and (place / BUNDLE).exists():
-        _say(console, f"diverged before: {place}")
-        return {"run": place.name, "error": f"it diverged; {place / BUNDLE} tells how"}
+def _train_case(case: Case, seed: int, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any]:
+    """Train a case with a seed; return what studies compare of its summary, or one sentence on why it failed."""
+    run_folder = _run_folder(folder, case, seed)
+    summary = read_finished_summary(run_folder)
+    if summary is None and (run_folder / BUNDLE).exists():
+        _log(console, f"diverged before: {run_folder}")
+        return {"run": run_folder.name, "error": f"it diverged; {run_folder / BUNDLE} tells how"}
     if summary is None:
         try:
-            summary = loop.train(case.seeded(seed), pod=pod, options=options, folder=place, console=console)
+            summary = loop.train(case.with_seed(seed), pod=pod, options=options, folder=run_folder, console=console)
         except (UserError, DivergedError) as error:
-            _say(console, f"no result: {error}")
-            return {"run": place.name, "error": str(error)}
+            _log(console, f"no result: {error}")
+            return {"run": run_folder.name, "error": str(error)}
     else:
-        _say(console, f"done before: {place}")
-    return {"run": place.name} | {name: summary.get(name) for name in results.KEPT}
+        _log(console, f"done before: {run_folder}")
+    return {"run": run_folder.name} | {name: summary.get(name) for name in results.SUMMARY_KEYS}
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """The summary of a training that has come to its end; None if it has not, or never began."""
+def read_finished_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of a finished training; None if it has not finished or never started."""
     if not (folder / "recipe.toml").exists():
         return None
     run = Run.load(folder)
@@ -113,18 +116,18 @@ def _write(folder: Path, study: Study, result: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "study.json", to_json(result))
-        write_atomically(folder / "study.svg", results.draw(study, result))
+        write_atomically(folder / "study.svg", results.draw_plot(study, result))
     except OSError as error:
         raise UserError(f"cannot write the table in {folder}: {error.strerror}; the same command goes on") from None
 
 
-def _programs_kept(folder: Path) -> AbstractContextManager[None]:
-    """Cases that differ in their seed alone are compiled once, even by different processes.
+def _cache_programs(folder: Path) -> AbstractContextManager[None]:
+    """Cache compiled programs, so that cases that differ only in their seed compile once, even in several processes.
 
-    Not so where pictures are mixed or erased, which is drawn inside the program.
+    That does not hold with mixup or erasing, whose random numbers the program draws itself, from the seed.
     """
     return nullcontext() if jax.config.values["jax_compilation_cache_dir"] else cache_programs_in(folder)
 
 
-def _say(console: Console, text: str) -> None:
+def _log(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False)

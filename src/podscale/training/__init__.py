@@ -1,1 +1,1 @@
-"""Training: set-up, the step, the loop, evaluation, checkpoints, and what can go wrong."""
+"""Training: setup, the step, the loop, evaluation, checkpoints, and faults."""

@@ -1,9 +1,9 @@
 """Checkpoints: save, list, restore. Orbax writes them, asynchronously and atomically.
 
 A checkpoint is a flat table of named arrays (`params/layers/0/conv/kernel`, ...), the same whatever the pod, so that a
-run stopped on one pod goes on on another. The newest few are kept, and the one with the best accuracy.
+run stopped on one pod resumes on another. The newest few are kept, and the one with the best accuracy.
 
-Orbax reads flipped bits without a word, so the digest of every array is written with it and compared on loading.
+Orbax does not detect flipped bits, so the checksum of every array is saved with it and compared when it is restored.
 """
 
 import errno
@@ -28,43 +28,50 @@ from podscale.processes.group import is_main_process, run_on_main_process
 T = TypeVar("T")
 
 
-class DamagedError(UserError):
-    """A checkpoint that is there but not whole."""
+class DamagedCheckpointError(UserError):
+    """A checkpoint exists, but is not whole."""
 
-    def __init__(self, where: Path, why: str) -> None:
-        super().__init__(f"checkpoint {where} is damaged: {why}; remove it to go on from the one before it")
-        self.where, self.why = where, why
-
-
-class NotSavedError(Exception):
-    """A checkpoint could not be written: the disk is full, or gone, or not ours to write to."""
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"checkpoint {path} is damaged: {reason}; remove it to go on from the one before it")
+        self.path, self.reason = path, reason
 
 
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every file it touches, and of what we tell
+class CheckpointNotSavedError(Exception):
+    """A checkpoint could not be written: the disk is full, gone or not writable."""
+
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file it touches, and errors that we report
 DAMAGED = "damaged"
-NOTES = ("metrics/metrics", "_CHECKPOINT_METADATA")
+METADATA_FILES = ("metrics/metrics", "_CHECKPOINT_METADATA")
 DISK_REASONS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO))
 
 
 class Checkpoints:
-    """The checkpoints of one run; a context manager that leaves only once everything is on disk."""
+    """The checkpoints of one run; a context manager that exits only once everything is on disk."""
 
     def __init__(
         self, folder: Path, keep: int = 2, *, read_only: bool = False, about: dict[str, Any] | None = None
     ) -> None:
-        """`about`: facts for people, written down beside every checkpoint."""
+        """Open the folder; it is created unless it is only read.
+
+        Args:
+            folder: the run's folder of checkpoints.
+            keep: how many of the newest checkpoints to keep, besides the best.
+            read_only: change nothing on disk; a damaged checkpoint raises instead of being moved aside.
+            about: facts for people, written beside every checkpoint.
+        """
         self._about = about
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} should be a folder of checkpoints, but it is a file")
         if read_only:
-            for step in _without_readable_notes(folder):  # Orbax would not open the folder at all
-                raise DamagedError(folder / str(step), "its notes cannot be read")
+            for step in _find_unreadable_steps(folder):  # Orbax would not open the folder at all
+                raise DamagedCheckpointError(folder / str(step), "its notes cannot be read")
         else:
-            run_on_main_process(lambda: _move_aside(folder, *_without_readable_notes(folder)))
-        best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
+            run_on_main_process(lambda: _move_aside(folder, *_find_unreadable_steps(folder)))
+        best = policies.BestN(get_metric_fn=_get_accuracy, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(max(keep, 1)), best]),
-            best_fn=_accuracy,
+            best_fn=_get_accuracy,
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
             create=not read_only,
@@ -73,13 +80,17 @@ class Checkpoints:
             folder.absolute(), options=options, item_handlers=ocp.StandardCheckpointHandler()
         )
 
+    @property
+    def _folder(self) -> Path:
+        return Path(str(self._manager.directory))
+
     def steps(self) -> list[int]:
         """Steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def holds(self, step: int) -> bool:
-        """Whether the checkpoint of this step is on disk, whole."""
-        return (Path(str(self._manager.directory)) / str(step)).is_dir()
+    def is_saved(self, step: int) -> bool:
+        """Whether the whole checkpoint of this step is on disk."""
+        return (self._folder / str(step)).is_dir()
 
     def newest(self) -> int | None:
         """The step of the newest checkpoint."""
@@ -90,35 +101,40 @@ class Checkpoints:
         return self._manager.best_step() or self._manager.latest_step()
 
     def save(self, step: int, state: Any, accuracy: float | None = None) -> None:
-        """Starts to write `state` as it is now; returns once it may be changed.
+        """Start to write `state` as it is now; returns once the state may change.
 
-        Raises `NotSavedError` if this one, or the one before it, could not be written; older ones stay whole.
+        Raises:
+            CheckpointNotSavedError: this checkpoint, or the one before it, could not be written. Older ones stay whole.
         """
         metrics = None if accuracy is None else {"accuracy": accuracy}
-        table = _table(state)
-        digests = dict(zip(table, np.asarray(checksum.checksum_arrays(list(table.values()))).tolist(), strict=True))
+        arrays = _flatten(state)
+        digests = dict(zip(arrays, np.asarray(checksum.checksum_arrays(list(arrays.values()))).tolist(), strict=True))
 
         def start() -> None:
-            self._clear_halves()
+            self._remove_partial_writes()
             self._manager.save(
                 step,
-                args=ocp.args.StandardSave(table),
+                args=ocp.args.StandardSave(arrays),
                 metrics=metrics,
                 force=True,
                 custom_metadata={"digests": digests, "about": self._about},
             )
 
-        problems = [problem for work in (self._manager.wait_until_finished, start) if (problem := self._problem(work))]
-        if problems:
-            raise NotSavedError(problems[-1])
+        reasons = [reason for work in (self._manager.wait_until_finished, start) if (reason := self._attempt(work))]
+        if reasons:
+            raise CheckpointNotSavedError(reasons[-1])
 
     def wait(self) -> None:
-        """Returns once all that was saved is on disk; raises `NotSavedError` if it could not be written."""
-        if problem := self._problem(self._manager.wait_until_finished):
-            raise NotSavedError(problem)
+        """Wait until every saved checkpoint is on disk.
 
-    def _problem(self, work: Callable[[], Any]) -> str:
-        """Does `work`; returns what the disk had against it, if anything, and clears away what was half written."""
+        Raises:
+            CheckpointNotSavedError: one could not be written.
+        """
+        if reason := self._attempt(self._manager.wait_until_finished):
+            raise CheckpointNotSavedError(reason)
+
+    def _attempt(self, work: Callable[[], Any]) -> str:
+        """Do `work`. If the disk fails, remove what was partly written and return the reason; otherwise return ""."""
         try:
             work()
             return ""
@@ -126,48 +142,52 @@ class Checkpoints:
             reason = next((reason for reason in DISK_REASONS if reason.lower() in str(error).lower()), "")
             if not reason:
                 raise
-        self._clear_halves()
+        self._remove_partial_writes()
         return reason
 
-    def _clear_halves(self) -> None:
-        """Removes what was half written and takes room, while nothing is being written."""
+    def _remove_partial_writes(self) -> None:
+        """Remove partly written checkpoints, which take disk space; call it while nothing is being written."""
         if is_main_process():
-            for half in Path(str(self._manager.directory)).glob("*.orbax-checkpoint-tmp"):
-                shutil.rmtree(half, ignore_errors=True)
+            for partial_write in self._folder.glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(partial_write, ignore_errors=True)
 
     def restore(self, step: int, like: T) -> T:
-        """The state saved at `step`, structured, typed and sharded as `like`; `DamagedError` if it is not whole."""
-        wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _table(like))
-        where = Path(str(self._manager.directory)) / str(step)
+        """Return the state saved at `step`, with the structure, types and shardings of `like`.
+
+        Raises:
+            DamagedCheckpointError: the checkpoint is not whole.
+            UserError: it does not fit `like`.
+        """
+        target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _flatten(like))
+        path = self._folder / str(step)
         try:
-            self._check_fits(step, wanted)
-            found = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+            self._check_fits(step, target)
+            arrays = self._manager.restore(step, args=ocp.args.StandardRestore(target))
             expected = self._manager.metadata(step).custom_metadata["digests"]
         except UserError:
             raise
-        except Exception:  # Orbax has no list of what it raises on files that are not whole, and raises that too
-            raise DamagedError(where, "it cannot be read") from None
-        digests = np.asarray(checksum.checksum_arrays(list(found.values()))).tolist()
-        for name, one in zip(found, digests, strict=True):
-            if expected.get(name) != one:
-                raise DamagedError(where, f"{name} is not what was saved")
-        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in _names(like)])
+        except Exception:  # Orbax does not document what it raises on damaged files
+            raise DamagedCheckpointError(path, "it cannot be read") from None
+        digests = np.asarray(checksum.checksum_arrays(list(arrays.values()))).tolist()
+        for name, digest in zip(arrays, digests, strict=True):
+            if expected.get(name) != digest:
+                raise DamagedCheckpointError(path, f"{name} is not what was saved")
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in _name_leaves(like)])
 
-    def set_aside(self, step: int, name: str = DAMAGED) -> Path:
-        """Moves a checkpoint out of the way, to where nothing looks for it but a person; all processes call this."""
-        folder = Path(str(self._manager.directory))
-        run_on_main_process(lambda: _move_aside(folder, step, name=name))
+    def move_aside(self, step: int, name: str = DAMAGED) -> Path:
+        """Move a checkpoint to a folder that no run reads, and return its new path; all processes call this."""
+        run_on_main_process(lambda: _move_aside(self._folder, step, name=name))
         self._manager.reload()
-        return _aside(folder, step, name)
+        return _aside_path(self._folder, step, name)
 
-    def _check_fits(self, step: int, wanted: dict[str, Any]) -> None:
-        """Compares names and shapes first: Orbax finds out in the middle of its threads, and they say so on stderr."""
+    def _check_fits(self, step: int, target: dict[str, Any]) -> None:
+        """Compare names and shapes first: Orbax fails in the middle of its threads, which then print to stderr."""
         saved = {name: tuple(a.shape) for name, a in self._manager.item_metadata(step).items()}
-        for name, array in wanted.items():
+        for name, array in target.items():
             if saved.get(name) != array.shape:
-                found = f"has shape {saved[name]}" if name in saved else "is missing"
+                problem = f"has shape {saved[name]}" if name in saved else "is missing"
                 raise UserError(
-                    f"checkpoint {step} does not fit the model of this recipe: {name} {found}, wanted {array.shape}"
+                    f"checkpoint {step} does not fit the model of this recipe: {name} {problem}, wanted {array.shape}"
                 )
 
     def __enter__(self) -> "Checkpoints":
@@ -175,44 +195,45 @@ class Checkpoints:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for work in (self._manager.wait_until_finished, self._manager.close):
-            self._problem(work)  # whoever wants to know calls `wait`
+            self._attempt(work)  # callers that need to know whether it worked call `wait`
 
 
-def _without_readable_notes(folder: Path) -> list[int]:
-    """Steps whose metrics or metadata are no JSON."""
+def _find_unreadable_steps(folder: Path) -> list[int]:
+    """Return the steps whose metrics or metadata are not valid JSON."""
 
-    def readable(path: Path) -> bool:
+    def is_readable(path: Path) -> bool:
         try:
             return bool(json.loads(path.read_bytes()))
         except FileNotFoundError:
-            return True  # found out, and told, when it is needed
+            return True  # reported when it is needed
         except (OSError, ValueError):
             return False
 
     steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.exists() else []
-    return [step for step in steps if not all(readable(folder / str(step) / note) for note in NOTES)]
+    return [step for step in steps if not all(is_readable(folder / str(step) / file) for file in METADATA_FILES)]
 
 
 def _move_aside(folder: Path, *steps: int, name: str = DAMAGED) -> None:
     for step in steps:
-        target = _aside(folder, step, name)
+        target = _aside_path(folder, step, name)
         target.parent.mkdir(exist_ok=True)
         if target.exists():
             shutil.rmtree(target)
         (folder / str(step)).rename(target)
 
 
-def _aside(folder: Path, step: int, name: str) -> Path:
+def _aside_path(folder: Path, step: int, name: str) -> Path:
     return folder.with_name(name) / str(step)
 
 
-def _accuracy(metrics: Any) -> float:
+def _get_accuracy(metrics: Any) -> float:
     return metrics["accuracy"] if metrics else float("-inf")
 
 
-def _names(tree: Any) -> list[str]:
+def _name_leaves(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _table(tree: Any) -> dict[str, Any]:
-    return dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
+def _flatten(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by name, such as `params/layers/0/conv/kernel`."""
+    return dict(zip(_name_leaves(tree), jax.tree.leaves(tree), strict=True))

@@ -1,136 +1,131 @@
-"""Divergence: updates without a number, one after another, and what a run does about them.
+"""Divergence: what a run does about consecutive non-finite updates.
 
-An update whose loss or gradient is no number is skipped, and nothing is learnt from it. Where that happens
-`train.bad_updates` = M times in a row, what has been learnt is probably beyond repair: the run goes back by M updates
-and leaves out their batches and those of the M updates that were skipped (as Chowdhery et al., "PaLM", 2022, section
-5.1 do by hand). Updates after that take the batches that come next, so there are as many updates as before.
+An update whose loss or gradient is not finite is skipped: nothing is learnt from it. After `train.bad_updates` = M
+consecutive ones, the parameters are probably beyond repair: the run rolls back by M updates and skips their batches and
+those of the M updates that were skipped (as Chowdhery et al., "PaLM", 2022, section 5.1 do by hand). Later updates take
+the batches that come next, so the number of updates stays the same.
 
-Which batches are left out depends on the recipe alone, and is written down in the run: whoever resumes it goes through
-the same batches. A second time, the run ends, and what is needed to look into it lies in `diverged/`.
+Which batches are skipped depends on the recipe alone and is stored in the run, so that a resumed run goes through the
+same batches. The second time, the run ends, and `diverged/` holds what is needed to look into it.
 """
 
 import json
 import shutil
 from bisect import bisect_right
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from podscale.data.order import Order, batches_at
+from podscale.data.order import Order, map_steps_to_batches
 from podscale.errors import DivergedError
 from podscale.plan import Plan
 from podscale.processes import group
 from podscale.runs.folder import Run
 from podscale.storage.files import to_json, write_atomically
-from podscale.training.checkpoint import Checkpoints, NotSavedError
+from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints
 from podscale.training.nonfinite import DivergenceError
-from podscale.training.setup import Job
+from podscale.training.setup import Setup
 
-LEFT_OUT = "left-out.json"
+SKIPPED_BATCHES = "left-out.json"
 BUNDLE = "diverged"
-UNDONE = "undone"  # checkpoints that a run went back behind
-MOST_RETURNS = 1
-TOLD_UPDATES = 100  # of which the bundle tells loss and gradient
+UNDONE = "undone"  # the folder for checkpoints that a run has rolled back from
+MAX_ROLLBACKS = 1
+BUNDLE_UPDATES = 100  # the last updates, whose loss and gradient norm the bundle holds
 
 
-class WentBackError(Exception):
-    """The run has been put back to before it went wrong, and shall go on from there."""
+class RolledBackError(Exception):
+    """The run has been rolled back to before it diverged, and continues from there."""
 
 
-# --- batches that are left out ---------------------------------------------------------------------------------------
+# --- skipped batches -------------------------------------------------------------------------------------------------
 
 
-def left_out(folder: Path) -> list[range]:
-    """The batches that a run leaves out, in order; none, as a rule."""
-    path = folder / LEFT_OUT
+def read_skipped_batches(folder: Path) -> list[range]:
+    """Return the batches that a run skips, in order; usually none."""
+    path = folder / SKIPPED_BATCHES
     if not path.exists():
         return []
     return [range(first, last + 1) for first, last in json.loads(path.read_text(encoding="utf-8"))["batches"]]
 
 
-def kept(plan: Plan) -> int:
-    """How many of the newest checkpoints must stay, so that one of them is always old enough to go back to."""
+def count_checkpoints_to_keep(plan: Plan) -> int:
+    """Return how many of the newest checkpoints to keep, so that one of them is always old enough to roll back to."""
     points, reach = sorted({0, *plan.save_points()}), 2 * plan.recipe.train.bad_updates
     within = max(i - bisect_right(points, point - reach) + 1 for i, point in enumerate(points)) if reach else 0
     return max(plan.keep, within + 1)
 
 
-def answered(found: DivergenceError, job: Job, run: Run, checkpoints: Checkpoints) -> Exception:
-    """Puts the run back, the first time; else writes the bundle. Returns what to raise."""
-    M, known = job.recipe.train.bad_updates, left_out(run.folder)
-    steps = range(max(found.first - M, 0), found.first + M)
-    numbers = batches_at(np.array(steps), known)
-    what = f"loss or gradient were no number for {M} updates in a row after step {found.first:,}"
-    if len(known) >= MOST_RETURNS:
-        group.run_on_main_process(lambda: _write_bundle(what, steps, numbers, found.state, job, run))
-        told = "has the batches, statistics, recipe, and how to repeat it"
-        return DivergedError(f"{what}, and not for the first time; {run.folder / BUNDLE} {told}")
-    with suppress(NotSavedError):  # it would not have been one to go back to
+def handle_divergence(error: DivergenceError, setup: Setup, run: Run, checkpoints: Checkpoints) -> Exception:
+    """Roll the run back the first time, write the bundle the second time. Returns the exception to raise."""
+    limit, skipped = setup.recipe.train.bad_updates, read_skipped_batches(run.folder)
+    steps = range(max(error.first - limit, 0), error.first + limit)
+    batches = map_steps_to_batches(np.array(steps), skipped)
+    problem = f"loss or gradient were non-finite for {limit} updates in a row after step {error.first:,}"
+    if len(skipped) >= MAX_ROLLBACKS:
+        group.run_on_main_process(lambda: _write_bundle(problem, steps, batches, error.state, setup, run))
+        content = "has the batches, statistics, recipe, and how to repeat it"
+        return DivergedError(f"{problem}, and not for the first time; {run.folder / BUNDLE} {content}")
+    with suppress(CheckpointNotSavedError):  # that checkpoint would be too new to roll back to
         checkpoints.wait()
     for step in [step for step in checkpoints.steps() if step > steps.start]:
-        checkpoints.set_aside(step, UNDONE)
-    first, last = int(numbers[0]), int(numbers[-1])
-    text = json.dumps({"batches": [*([gap.start, gap.stop - 1] for gap in known), [first, last]]})
-    group.run_on_main_process(lambda: write_atomically(run.folder / LEFT_OUT, text))
-    back = checkpoints.newest() or 0
-    return WentBackError(f"{what}; going back to step {back:,}, and leaving out batches {first:,} to {last:,}")
+        checkpoints.move_aside(step, UNDONE)
+    first, last = int(batches[0]), int(batches[-1])
+    text = json.dumps({"batches": [*([gap.start, gap.stop - 1] for gap in skipped), [first, last]]})
+    group.run_on_main_process(lambda: write_atomically(run.folder / SKIPPED_BATCHES, text))
+    target = checkpoints.newest() or 0
+    return RolledBackError(f"{problem}; rolling back to step {target:,}, and skipping batches {first:,} to {last:,}")
 
 
 # --- the bundle ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Array:
-    """What there is to know of an array that may hold anything."""
-
-    shape: list[int]
-    no_numbers: int
-    smallest: float | None
-    largest: float | None
-    rms: float | None
-
-    @classmethod
-    def of(cls, array: Any) -> "_Array":
-        values = np.asarray(array, np.float64)
-        sound = values[np.isfinite(values)]
-        few = (float(sound.min()), float(sound.max()), float(np.sqrt(np.mean(sound**2)))) if sound.size else [None] * 3
-        return cls(list(values.shape), int(values.size - sound.size), *few)
-
-
-def _write_bundle(told: str, steps: range, numbers: np.ndarray, state: Any, job: Job, run: Run) -> None:
-    """A folder with all that is needed to look into it: which samples, which numbers, and how to come there again."""
+def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: Any, setup: Setup, run: Run) -> None:
+    """Write a folder with what is needed to look into it: samples, statistics, recipe, and how to repeat it."""
     folder = run.folder / BUNDLE
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    recipe = job.recipe
-    order = Order(len(job.data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    samples = order.at(numbers[:, None], np.arange(recipe.batch.size))[0]
-    batches = [
-        {"step": step, "batch": int(number), "samples": ids.tolist()}
-        for step, number, ids in zip(steps, numbers, samples, strict=True)
+    recipe = setup.recipe
+    order = Order(len(setup.data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    samples = order.get_samples(batches[:, None], np.arange(recipe.batch.size))[0]
+    lines = [
+        {"step": step, "batch": int(batch), "samples": ids.tolist()}
+        for step, batch, ids in zip(steps, batches, samples, strict=True)
     ]
     updates = [line for line in run.metrics() if line["event"] == "train" and line["step"] <= steps.stop]
-    numbers_of = {name: _arrays(tree) for name, tree in state._asdict().items() if name in ("params", "stats")}
-    (folder / "batches.json").write_text(json.dumps(batches))
-    (folder / "statistics.json").write_text(to_json({"updates": updates[-TOLD_UPDATES:], **numbers_of}, indent=1))
+    arrays = {name: _summarize_arrays(tree) for name, tree in state._asdict().items() if name in ("params", "stats")}
+    (folder / "batches.json").write_text(json.dumps(lines))
+    (folder / "statistics.json").write_text(to_json({"updates": updates[-BUNDLE_UPDATES:], **arrays}, indent=1))
     (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
     shutil.copy(run.folder / "plan.json", folder / "plan.json")
-    (folder / "README.txt").write_text(_HOW.format(told=told, run=run.folder.absolute(), data=recipe.data.path or "-"))
+    readme = _README.format(problem=problem, run=run.folder.absolute(), data=recipe.data.path or "-")
+    (folder / "README.txt").write_text(readme)
 
 
-def _arrays(tree: Any) -> dict[str, dict[str, Any]]:
+def _summarize_arrays(tree: Any) -> dict[str, dict[str, Any]]:
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): vars(_Array.of(leaf.addressable_data(0)))
+        jax.tree_util.keystr(path, simple=True, separator="/"): _summarize_array(leaf.addressable_data(0))
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 
-_HOW = """\
-{told}, and not for the first time.
+def _summarize_array(array: Any) -> dict[str, Any]:
+    """Return shape, number of non-finite values, and range and root mean square of the finite ones."""
+    values = np.asarray(array, np.float64)
+    finite = values[np.isfinite(values)]
+    return {
+        "shape": list(values.shape),
+        "no_numbers": int(values.size - finite.size),
+        "smallest": float(finite.min()) if finite.size else None,
+        "largest": float(finite.max()) if finite.size else None,
+        "rms": float(np.sqrt(np.mean(finite**2))) if finite.size else None,
+    }
+
+
+_README = """\
+{problem}, and not for the first time.
 
 batches.json      for each update: its step, its batch, and the samples of the batch by position
 statistics.json   loss, gradient norm and learning rate of the last updates; what parameters and statistics hold

@@ -11,43 +11,52 @@ from podscale.parallel import placement
 from podscale.runs.folder import Run
 from podscale.training import step as steps
 from podscale.training.compilation import compile_eval_step, zeros_like
-from podscale.training.setup import Job
+from podscale.training.setup import Setup
 from podscale.training.step import State
 
 
 class Evaluator:
-    """Exact evaluation on all devices: every example counts once, whatever the host and device count."""
+    """Evaluates a state: every validation example counts exactly once, whatever the number of hosts and devices.
 
-    def __init__(self, job: Job, run: Run | None = None) -> None:
-        self._job = job
-        self.unreadable: list[str] = []  # pictures that the last evaluation could not read, in words
-        self.answers = np.zeros((0, 3), np.float32)  # of the last evaluation; see steps.eval_call
-        self._call, like = compile_eval_step(job, run)
-        self._held: list[prefetch.Batch] = []  # where the pictures live on the devices: all of them, batch by batch
-        if job.plan.resident:
-            with self._loaded() as batches:
-                self._held = list(batches)
-            jax.block_until_ready(self._call(*zeros_like(like)))  # as in `_warmed`
+    Attributes:
+        unreadable_images: one sentence for each image that the last evaluation could not read.
+        predictions: of the last evaluation, float32 [examples, 3]; `step.make_eval_call` says which columns.
+    """
+
+    def __init__(self, setup: Setup, run: Run | None = None) -> None:
+        self._setup = setup
+        self.unreadable_images: list[str] = []
+        self.predictions = np.zeros((0, 3), np.float32)
+        self._call, arguments = compile_eval_step(setup, run)
+        self._resident: list[prefetch.Batch] = []  # all batches, where the images live on the devices
+        if setup.plan.resident:
+            with self._load_batches() as batches:
+                self._resident = list(batches)
+            jax.block_until_ready(self._call(*zeros_like(arguments)))  # as in `compilation._warm_up`
 
     def __call__(self, state: State) -> dict[str, float]:
-        """Accuracy, top-5 accuracy and mean loss over all validation examples, by the averaged weights if there are."""
-        job, numbers = self._job, state.average or {"params": state.params, "stats": state.stats}
-        tally, answers = placement.replicate(steps.empty_tally(), job.mesh), []
-        with self._loaded() if not self._held else nullcontext(self._held) as batches:
+        """Return accuracy, top-5 accuracy and mean loss over all validation examples.
+
+        Uses the averaged weights if the recipe has an average.
+        """
+        setup, weights = self._setup, state.average or {"params": state.params, "stats": state.stats}
+        counts, predictions = placement.replicate(steps.zero_counts(), setup.mesh), []
+        with self._load_batches() if not self._resident else nullcontext(self._resident) as batches:
             for batch in batches:
-                tally, given = self._call(numbers["params"], numbers["stats"], batch.images, batch.labels, tally)
-                answers.append(given)
-            self.unreadable = batches.bad.news() if isinstance(batches, prefetch.Batches) else []
-        found = jax.device_get(tally)
-        self.answers = np.concatenate([placement.gather_to_host(given) for given in answers])[: len(job.data.val)]
-        count = int(found.examples)
+                counts, predicted = self._call(weights["params"], weights["stats"], batch.images, batch.labels, counts)
+                predictions.append(predicted)
+            self.unreadable_images = batches.bad_images.pop_messages() if isinstance(batches, prefetch.Batches) else []
+        totals = jax.device_get(counts)
+        gathered = np.concatenate([placement.gather_to_host(predicted) for predicted in predictions])
+        self.predictions = gathered[: len(setup.data.val)]  # without padding
+        examples = int(totals.examples)
         return {
-            "accuracy": int(found.correct) / count,
-            "accuracy_top5": int(found.correct_top5) / count,
-            "loss": float(found.loss) / count,
-            "examples": count,
+            "accuracy": int(totals.correct) / examples,
+            "accuracy_top5": int(totals.correct_top5) / examples,
+            "loss": float(totals.loss) / examples,
+            "examples": examples,
         }
 
-    def _loaded(self) -> prefetch.Batches:
-        job = self._job
-        return loader.eval_batches(job.data.val, job.recipe, pods.batch_sharding(job.mesh), job.plan.eval_images)
+    def _load_batches(self) -> prefetch.Batches:
+        data, plan, sharding = self._setup.data, self._setup.plan, pods.make_batch_sharding(self._setup.mesh)
+        return loader.load_eval_batches(data.val, self._setup.recipe, sharding, plan.eval_images)

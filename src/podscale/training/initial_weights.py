@@ -1,7 +1,7 @@
-"""Weights: the numbers of a trained network by name, out of a run's checkpoint or a file, and into a new network.
+"""Initial weights: start a training from the arrays of another run or of a weights file (`model.init`).
 
-A name is where a number stands in the model, such as `layers.0.conv.kernel`; parameters and running statistics share
-one table, since no two of them stand in the same place.
+Arrays are matched by name, such as `layers.0.conv.kernel`. Parameters and running statistics share one table, since no
+two of them have the same name. Only the head may have another size; it then keeps its random initialization.
 """
 
 from pathlib import Path
@@ -11,61 +11,77 @@ import jax
 import numpy as np
 
 from podscale.errors import UserError
-from podscale.models.functional import Functional, Tree, within
+from podscale.models.functional import FunctionalModel, Tree, is_within
 from podscale.models.weights.names import digest_arrays, digest_file, name_arrays
-from podscale.models.weights.torchvision import is_torchvision, read_tensors, renamed
+from podscale.models.weights.torchvision import is_torchvision, read_tensors, rename_tensors
 from podscale.runs.folder import Run
 from podscale.training.trained import load_trained
 
-# --- beginning from them -------------------------------------------------------------------------------------------
 
-
-class Beginning(NamedTuple):
-    """A network's numbers at the start of a training that others came before."""
+class InitialWeights(NamedTuple):
+    """Parameters and statistics to start a training from, and where they come from."""
 
     params: Tree
     stats: Tree
     source: str
-    digest: str  # of what the source held
-    taken: int  # arrays
-    drawn: list[str]  # names of those that stay as they were drawn: the head, if it has another size
+    digest: str  # of the source's content
+    loaded_arrays: int
+    reinitialized: list[str]  # names of arrays that keep their random initialization: the head, if it has another size
 
-    def told(self) -> str:
-        """What became of the weights, for people."""
-        if not self.drawn:
-            return f"begun from {self.source}: all {self.taken} arrays taken"
-        return f"begun from {self.source}: {self.taken} arrays taken, the head drawn anew ({', '.join(self.drawn)})"
+    def describe(self) -> str:
+        """Return one sentence for people: how many arrays were loaded, and which were not."""
+        if not self.reinitialized:
+            return f"begun from {self.source}: all {self.loaded_arrays} arrays taken"
+        names = ", ".join(self.reinitialized)
+        return f"begun from {self.source}: {self.loaded_arrays} arrays taken, the head randomly initialized ({names})"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"source": self.source, "digest": self.digest, "taken": self.taken, "drawn": self.drawn}
+        """Return what `init.json` in the run's folder holds."""
+        return {
+            "source": self.source,
+            "digest": self.digest,
+            "taken": self.loaded_arrays,
+            "drawn": self.reinitialized,
+        }
 
 
-def begin(source: str, net: Functional, params: Tree, stats: Tree) -> Beginning:
-    """Freshly drawn numbers replaced by those of a run's folder or a file; only the head may have another size."""
-    tensors = read(source)
+def initialize_from(source: str, net: FunctionalModel, params: Tree, stats: Tree) -> InitialWeights:
+    """Return `params` and `stats` with their arrays replaced by those of a run's folder or a weights file.
+
+    Args:
+        source: a run's folder, or a file of ours or of torchvision's.
+        net: the model that the arrays are for.
+        params: randomly initialized parameters; the head keeps them if it has another size in the source.
+        stats: initial running statistics.
+
+    Raises:
+        UserError: the source cannot be read, or an array outside the head is missing, superfluous or has another shape.
+    """
+    tensors = read_weights(source)
     digest = digest_file(source) or digest_arrays(tensors)
     try:
         if is_torchvision(tensors):
-            tensors = renamed(net.model(params, stats), tensors)
-        wanted = name_arrays(params, stats)
-        _check_fits(tensors, wanted, net.head)
+            tensors = rename_tensors(net.build_module(params, stats), tensors)
+        arrays = name_arrays(params, stats)
+        _check_fits(tensors, arrays, net.head)
     except UserError as error:
         raise UserError(f"the weights in {source} do not fit: {error}") from None
-    head = [name for name in wanted if within(name, (net.head,))]
-    drawn = head if any(_shape(tensors, name) != wanted[name].shape for name in head) else []
+    head = [name for name in arrays if is_within(name, (net.head,))]
+    reinitialized = head if any(_get_shape(tensors, name) != arrays[name].shape for name in head) else []
 
-    def filled(tree: Tree) -> Tree:
-        new = [
-            wanted[name] if name in drawn else np.asarray(tensors[name], wanted[name].dtype)
+    def fill(tree: Tree) -> Tree:
+        leaves = [
+            arrays[name] if name in reinitialized else np.asarray(tensors[name], arrays[name].dtype)
             for name in name_arrays(tree)
         ]
-        return jax.tree.unflatten(jax.tree.structure(tree), new)
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    return Beginning(filled(params), filled(stats), source, digest, len(wanted) - len(drawn), drawn)
+    loaded = len(arrays) - len(reinitialized)
+    return InitialWeights(fill(params), fill(stats), source, digest, loaded, reinitialized)
 
 
-def read(source: str) -> dict[str, np.ndarray]:
-    """All arrays of a run's best checkpoint, or of a weights file, by the names that they have there."""
+def read_weights(source: str) -> dict[str, np.ndarray]:
+    """Return all arrays of a run's best checkpoint, or of a weights file, under the names that they have there."""
     path = Path(source).expanduser()
     if not path.is_dir():
         return read_tensors(path)
@@ -73,15 +89,16 @@ def read(source: str) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in name_arrays(trained.params, trained.stats).items()}
 
 
-def _check_fits(tensors: dict[str, np.ndarray], wanted: dict[str, Any], head: str) -> None:
-    for name, array in wanted.items():
-        if _shape(tensors, name) != array.shape and not within(name, (head,)):
-            found = f"has shape {tensors[name].shape}" if name in tensors else "is missing"
-            raise UserError(f"{name} {found}, wanted {array.shape}")
+def _check_fits(tensors: dict[str, np.ndarray], arrays: dict[str, Any], head: str) -> None:
+    """Raise a `UserError` at the first array outside the head that does not match."""
+    for name, array in arrays.items():
+        if _get_shape(tensors, name) != array.shape and not is_within(name, (head,)):
+            problem = f"has shape {tensors[name].shape}" if name in tensors else "is missing"
+            raise UserError(f"{name} {problem}, wanted {array.shape}")
     for name in tensors:
-        if name not in wanted and not within(name, (head,)):
+        if name not in arrays and not is_within(name, (head,)):
             raise UserError(f"{name} has no place in this model")
 
 
-def _shape(tensors: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:
+def _get_shape(tensors: dict[str, np.ndarray], name: str) -> tuple[int, ...] | None:
     return tensors[name].shape if name in tensors else None

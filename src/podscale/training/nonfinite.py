@@ -1,45 +1,50 @@
-"""Streak: how many updates in a row had no number; `divergence` says what a run does about it."""
+"""Count consecutive non-finite updates; `divergence` decides what a run does about them."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 class DivergenceError(Exception):
-    """So many updates in a row had no number; `first` is the step of the first of them."""
+    """Too many consecutive updates were non-finite; `first` is the step of the first of them."""
 
     def __init__(self, first: int, state: Any) -> None:
-        super().__init__(f"no update after step {first} had a number")
+        super().__init__(f"every update after step {first} was non-finite")
         self.first, self.state = first, state
 
 
 class NonfiniteCounter:
-    """Counts updates without a number.
+    """Counts consecutive updates that were skipped because loss or gradient were not finite.
 
-    >>> streak = Streak(limit=2, journal=[{"event": "train", "step": 7, "skipped": 1.0}])
-    >>> streak.saw(7, skipped=True)
-    >>> streak.check(None)
+    >>> counter = NonfiniteCounter(limit=2, journal=[{"event": "train", "step": 7, "skipped": 1.0}])
+    >>> counter.record(7, skipped=True)
+    >>> counter.check(None)
     Traceback (most recent call last):
-    podscale.training.nonfinite.DivergenceError: no update after step 6 had a number
+    podscale.training.nonfinite.DivergenceError: every update after step 6 was non-finite
     """
 
     def __init__(self, limit: int, journal: Sequence[dict[str, Any]] = ()) -> None:
-        """`journal` tells of earlier updates: a run that was stopped inside a streak goes on inside it."""
+        """Start a counter.
+
+        Args:
+            limit: consecutive skipped updates that are too many; 0 is never.
+            journal: earlier updates, so that a run that was stopped inside a streak resumes inside it.
+        """
         self._limit, self._count, self._next = limit, 0, 0
         for line in journal:
             if line["event"] == "train":
-                self.saw(line["step"] - 1, skipped=bool(line.get("skipped")))
+                self.record(line["step"] - 1, skipped=bool(line.get("skipped")))
 
-    def saw(self, step: int, *, skipped: bool) -> None:
-        """The update that begins at `step` is done. Those after a full streak no longer count."""
-        if self.full:
+    def record(self, step: int, *, skipped: bool) -> None:
+        """Count the update that starts at `step`. Updates after the limit no longer count."""
+        if self.is_limit_reached:
             return
         self._count, self._next = (self._count + 1 if skipped else 0), step + 1
 
     @property
-    def full(self) -> bool:
+    def is_limit_reached(self) -> bool:
         return bool(self._limit) and self._count >= self._limit
 
     def check(self, state: Any) -> None:
-        """Raises `RunawayError` where the streak is full; all processes find the same."""
-        if self.full:
+        """Raise a `DivergenceError` if the limit is reached; all processes raise the same."""
+        if self.is_limit_reached:
             raise DivergenceError(self._next - self._limit, state)

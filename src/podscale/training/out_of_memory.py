@@ -1,4 +1,4 @@
-"""Turn JAX's out-of-memory errors into one sentence for the user."""
+"""Explain JAX's out-of-memory errors to the user in one sentence."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 from podscale.errors import UserError
 
-# What XLA says of a device's memory. A kernel's own memory and a disk run out under the same name, and are not meant.
+# XLA's messages about a full device memory. A kernel's own memory and a disk run out under the same status code, and
+# are not meant.
 OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED: .*([Oo]ut of memory(?! in memory space [sv]mem)|allocating device buffer)", re.S
 )
@@ -14,15 +15,15 @@ OUT_OF_MEMORY = re.compile(
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """What JAX raises where a device's memory is full becomes a sentence."""
+    """Turn JAX's error about a full device memory inside the block into a `UserError`."""
     try:
         yield
-    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one; this module does without JAX
-        words = str(error)
-        if not OUT_OF_MEMORY.match(words):
+    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one; this module does not import JAX
+        message = str(error)
+        if not OUT_OF_MEMORY.match(message):
             raise
-        wanted = re.search(r"allocat\w+ ([\d.]+ ?\w+)", words)
+        request = re.search(r"allocat\w+ ([\d.]+ ?\w+)", message)
         raise UserError(
-            f"a device's memory is full{f' ({wanted[1]} more were wanted)' if wanted else ''}: with a higher "
+            f"a device's memory is full{f' ({request[1]} more were wanted)' if request else ''}: with a higher "
             "--plan.micro_batches training needs less and learns the same; other programs may be on the device, too"
         ) from error

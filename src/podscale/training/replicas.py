@@ -1,7 +1,9 @@
 """Compare the replicas: every device holds the same parameters, statistics and optimizer state, to the last bit.
 
-A bit that flips in the memory of one device would be averaged into all of them, and nobody would know. So their
-checksums are compared now and then; the device that differs is named, and the run returns to its last checkpoint."""
+A bit that flips in the memory of one device would be averaged into all of them, unnoticed. So the checksums of the
+replicas are compared every `plan.check_steps` steps and before each checkpoint. The error names the device that
+differs, and the run rolls back to its last checkpoint.
+"""
 
 from collections import Counter
 from typing import Any
@@ -14,30 +16,33 @@ from podscale.parallel import checksum
 
 
 class ReplicaMismatchError(Exception):
-    """A device holds other parameters than the rest."""
+    """A device holds other parameters than the others."""
 
 
 class ReplicaCheck:
-    """Compares what the devices of a mesh hold; one message of a few bytes an array."""
+    """Compares the replicas of a state on a mesh; costs one message of a few bytes per array."""
 
     def __init__(self, mesh: Mesh, every: int) -> None:
-        self._mesh, self._every, self._checked = mesh, every, 0
-        self._digests = checksum.make_replica_checksum(mesh)
+        """Compare every `every` steps; 0 is never."""
+        self._mesh, self._every, self._last_step = mesh, every, 0
+        self._compute_checksums = checksum.make_replica_checksum(mesh)
 
     def check(self, step: int, state: Any, *, now: bool = False) -> None:
-        """Raises `OddReplicaError` where a device holds something else than most do; all processes find the same.
+        """Compare the replicas if a comparison is due; `now` makes it due, so that only sound states are saved.
 
-        Does nothing while a comparison is not due; `now` makes it due, so that no checkpoint holds an odd one's state.
+        Raises:
+            ReplicaMismatchError: a device holds other values than most devices do. All processes raise the same.
         """
-        due = self._every and (now or step - self._checked >= self._every)
+        due = self._every and (now or step - self._last_step >= self._every)
         if not due or self._mesh.size == 1:
             return
-        self._checked = step
-        copies = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.is_fully_replicated]  # not parts of one
-        found = np.asarray(self._digests(copies).addressable_data(0))  # [devices, arrays]
-        rows = [tuple(row) for row in found.tolist()]
+        self._last_step = step
+        replicated = [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.is_fully_replicated]  # not partitioned
+        checksums = np.asarray(self._compute_checksums(replicated).addressable_data(0))  # [devices, arrays]
+        rows = [tuple(row) for row in checksums.tolist()]
         common, count = Counter(rows).most_common(1)[0]
         odd = [device for device, row in zip(self._mesh.devices.flat, rows, strict=True) if row != common]
         if odd:
-            named = ", ".join(map(str, odd if 2 * count > len(rows) else self._mesh.devices.flat))
-            raise ReplicaMismatchError(f"at step {step:,} what {named} holds differs from the rest")
+            has_majority = 2 * count > len(rows)
+            names = ", ".join(map(str, odd if has_majority else self._mesh.devices.flat))
+            raise ReplicaMismatchError(f"at step {step:,} what {names} holds differs from the rest")

@@ -1,4 +1,9 @@
-"""Job: a recipe on a pod, ready to train or to evaluate. All that comes before the first compilation, and the last."""
+"""Setup: a recipe on a pod, ready to compile, train and evaluate.
+
+Everything that happens before the first compilation: open the data set, build the model, make the plan, place the
+initial state on the devices, cache images. The state's way into a checkpoint and back is here too, because it depends
+on how the state is placed.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,12 +22,12 @@ from podscale import pod as pods
 from podscale.config.options import Options
 from podscale.data import cache, decode, loader, prefetch
 from podscale.data.files import Progress
-from podscale.data.index.dataset import NO_PICTURES, Index, Splits, open_index
-from podscale.data.order import Order
+from podscale.data.index.dataset import NO_IMAGES, Index, Splits, open_index
+from podscale.data.order import check_lanes
 from podscale.forecast import choice
 from podscale.forecast.choice import Choice
 from podscale.models import registry
-from podscale.models.functional import Functional, functional
+from podscale.models.functional import FunctionalModel, make_functional
 from podscale.optim import optimizers, schedules
 from podscale.parallel import placement, sharded
 from podscale.plan import Counts, Plan
@@ -32,25 +37,25 @@ from podscale.recipe import Recipe
 from podscale.training import initial_weights
 from podscale.training import step as steps
 from podscale.training.device_input import resident
-from podscale.training.initial_weights import Beginning
+from podscale.training.initial_weights import InitialWeights
 from podscale.training.memory import estimate_memory
 from podscale.training.step import State
 
-FITTED_TO = 5000  # training pictures that a model may look at before training
+FIT_IMAGES = 5000  # training images that a model's `fit` gets at most
 
 
-class Job(NamedTuple):
+class Setup(NamedTuple):
     """Everything that training and evaluation need."""
 
     recipe: Recipe
     plan: Plan
     mesh: Mesh
     data: Splits
-    net: Functional
+    net: FunctionalModel
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     state: State
-    choice: Choice  # of the summation, where it was left open
+    choice: Choice  # of the summation, where the options leave it open
 
 
 def prepare(
@@ -59,11 +64,19 @@ def prepare(
     options: Options = Options(),
     model: nnx.Module | None = None,
     progress: Progress | None = None,
-) -> Job:
-    """Index, model, plan and initial state; `model` replaces the recipe's own; `progress` is told of the index."""
+) -> Setup:
+    """Open the data set and return the setup with a randomly initialized state.
+
+    Args:
+        recipe: what to train.
+        pod: the devices to train on.
+        options: how to run it.
+        model: a flax.nnx module instead of the recipe's own.
+        progress: called while the data set is indexed.
+    """
     data = open_index(recipe.data, progress)
     counts = Counts(len(data.train), len(data.val), len(data.classes))
-    Order(counts.train, recipe.data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
+    check_lanes(counts.train, recipe.data.lanes, recipe.batch.size)
     return assemble(recipe, pod, counts, options, model, data)
 
 
@@ -73,127 +86,188 @@ def assemble(
     counts: Counts,
     options: Options = Options(),
     model: nnx.Module | None = None,
-    data: Splits = NO_PICTURES,
-) -> Job:
-    """The same for so many pictures, which need not be at hand."""
-    model = model or registry.build(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
-    net, params, stats = functional(model, recipe.model.freeze)
+    data: Splits = NO_IMAGES,
+) -> Setup:
+    """Return the setup for these counts. Works from counts alone; the images need not exist."""
+    model = model or registry.build_model(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
+    net, params, stats = make_functional(model, recipe.model.freeze)
     schedule = schedules.make_schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
-    rule = net.learner(optimizers.make_optimizer(recipe, schedule, stem=net.stem, head=net.head))
-    needs = estimate_memory(recipe, net, params, stats, rule)
+    rule = net.wrap_optimizer(optimizers.make_optimizer(recipe, schedule, stem=net.stem, head=net.head))
+    memory = estimate_memory(recipe, net, params, stats, rule)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
-    chosen = choice.settled(resident.settled(options, recipe, pod, data), pod, parameters)
-    plan = plans.make_plan(recipe, pod, counts, chosen.options, needs)
-    mesh, optimizer = pod.mesh(plan.tile), steps.learner(net, plan, schedule)
-    state = steps.initial_state(recipe, params, stats, optimizer)
-    return _placed(Job(recipe, plan, mesh, data, net, optimizer, schedule, state, chosen))
-
-
-def fitted(job: Job) -> Job:
-    """The same job, its model fitted to training pictures, where it has a `fit`; the first process's word holds.
-
-    The pictures are spread evenly over the data set, and are seen as evaluation would see them.
-    """
-    params, stats = jax.device_get((job.state.params, job.state.stats))
-    model = job.net.model(*jax.tree.map(jnp.asarray, (params, stats)))
-    if not hasattr(model, "fit"):
-        return job
-    count = len(job.data.train)
-    chosen = np.arange(min(count, FITTED_TO)) * count // min(count, FITTED_TO)
-    pictures = loader.eval_pictures(job.data.train, chosen.tolist(), job.recipe)
-    mean, std = (np.asarray(value, np.float32) for value in (job.recipe.data.mean, job.recipe.data.std))
-    model.fit((pictures / np.float32(255) - mean) / std)
-    params = group.broadcast_arrays(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    return _placed(job._replace(state=steps.initial_state(job.recipe, params, stats, job.optimizer)))
-
-
-def begun(job: Job) -> tuple[Job, Beginning]:
-    """The same job with the weights that its recipe begins from, and what became of them."""
-    params, stats = jax.device_get((job.state.params, job.state.stats))
-    found = initial_weights.begin(job.recipe.model.init, job.net, params, stats)
-    state = steps.initial_state(job.recipe, found.params, found.stats, job.optimizer)
-    return _placed(job._replace(state=state)), found
-
-
-def _placed(job: Job) -> Job:
-    """The job with its state on the devices: the same on all of them, or the optimizer's in parts."""
-    state = jax.tree.map(np.asarray, job.state)
-    if job.plan.summation != sharded.NAME:
-        return job._replace(state=placement.replicate(state, job.mesh))
-    rest = placement.replicate(state._replace(optimizer=()), job.mesh)
-    return job._replace(state=rest._replace(optimizer=_cutter(job).parts(state.optimizer)))
-
-
-def _cutter(job: Job) -> sharded.Cutter:
-    return sharded.Cutter(job.mesh, job.optimizer, job.net.shapes())
-
-
-def saveable(job: Job, state: State) -> State:
-    """The state as checkpoints hold it, whatever the summation."""
-    if job.plan.summation != sharded.NAME:
-        return state
-    return state._replace(optimizer=_cutter(job).whole(state.optimizer))
-
-
-def restored(job: Job, restore: Callable[[Any], Any]) -> State:
-    """The state that `restore` reads, given arrays like what it shall give."""
-    if job.plan.summation != sharded.NAME:
-        return restore(job.state)
-    cutter = _cutter(job)
-    state = restore(job.state._replace(optimizer=cutter.like_whole(job.state.optimizer)))
-    return state._replace(optimizer=cutter.from_whole(state.optimizer))
-
-
-def cached(job: Job, options: Options) -> Job:
-    """The same job, with the pictures of this process kept in memory as far as the options and the memory allow."""
-    if job.data.train.files is None:
-        return job
-    allowed = options.cache_gib * 2**30 if options.cache_gib else cache.FREE_SHARE * cache.free_bytes()
-    limit = int(allowed) // group.count_local_processes()
-    own = loader.train_samples(job.plan, pods.batch_sharding(job.mesh, axis=2))
-    train = _kept(job.data.train, own, options.cache, limit, job.recipe.train.epochs)
-    limit -= train.cache.memory.size if train.cache else 0
-    own = loader.eval_samples(len(job.data.val), pods.batch_sharding(job.mesh), job.plan.eval_images)
-    val = _kept(job.data.val, own, options.cache, limit, len(job.plan.eval_steps()))
-    return job._replace(data=replace(job.data, train=train, val=val))
-
-
-def _kept(index: Index, samples: NDArray[np.int64], wanted: str, limit: int, passes: float) -> Index:
-    encoded, decoded = (cache.room(lengths[samples]) for lengths in (index.encoded_bytes(), index.decoded_bytes()))
-    kind = cache.choose(wanted, encoded, decoded, limit, passes)
-    return index.cached(kind, samples) if kind else index
-
-
-def input_facts(job: Job) -> dict[str, Any]:
-    """How this process comes by its pixels, none of which changes them: decoder, and what is kept in memory."""
-    kept = {split: getattr(job.data, split).cache for split in ("train", "val")}
-    return {
-        "decoder": decode.decoder() if job.data.train.files is not None else "none",
-        "cache": {
-            split: "device" if job.plan.resident else found.kind if found else "none" for split, found in kept.items()
-        },
-        "cache_bytes": sum(found.memory.size for found in kept.values() if found),
-    }
-
-
-def train_batches(job: Job, calls: list[range], left_out: Sequence[range] = ()) -> prefetch.Batches:
-    """The job's training data for these calls, prepared in the background, but for batches that are left out."""
-    sharding = pods.batch_sharding(job.mesh, axis=2)
-    return loader.train_batches(job.data.train, job.plan, calls, sharding, left_out=left_out)
+    summation = choice.choose_summation(resident.resolve_cache(options, recipe, pod, data), pod, parameters)
+    plan = plans.make_plan(recipe, pod, counts, summation.options, memory)
+    mesh, optimizer = pod.mesh(plan.tile), steps.make_plan_optimizer(net, plan, schedule)
+    state = steps.init_state(recipe, params, stats, optimizer)
+    return _place_on_devices(Setup(recipe, plan, mesh, data, net, optimizer, schedule, state, summation))
 
 
 def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
-    """The plan for a pod that need not be here; the data need not be here either if the recipe gives its counts."""
+    """Return the plan of a recipe on a pod, without building the model or using a device.
+
+    Args:
+        recipe: what to train. The data set need not be on this machine if the recipe gives its counts
+            (`data.train_samples`, `data.val_samples` and `data.classes`).
+        pod: the devices to plan for; they need not be in this machine.
+        options: how to run it.
+
+    Returns:
+        The plan: steps, batches, spans, memory, summation.
+
+    Raises:
+        UserError: the recipe does not fit the pod or the data set; the message says what does.
+
+    Example:
+        >>> import podscale
+        >>> recipe = podscale.load_recipe("digits")
+        >>> plan = podscale.make_plan(recipe, podscale.named_pod("cpu:2x2"), podscale.Options())
+        >>> plan.pod.size, plan.counts.train, plan.micro_batches
+        (4, 1437, 1)
+    """
     data = recipe.data
     if data.train_samples and data.val_samples and data.classes:
         counts = Counts(data.train_samples, data.val_samples, data.classes)
     else:
-        found = open_index(data)
-        counts = Counts(len(found.train), len(found.val), len(found.classes))
-    Order(counts.train, data.lanes, recipe.batch.size, recipe.train.seed)  # refuses impossible lanes
-    model = nnx.eval_shape(lambda: registry.build(recipe.model, counts.classes, data.image_size))
-    net, params, stats = functional(model, recipe.model.freeze)
-    optimizer = net.learner(
+        splits = open_index(data)
+        counts = Counts(len(splits.train), len(splits.val), len(splits.classes))
+    check_lanes(counts.train, data.lanes, recipe.batch.size)
+    model = nnx.eval_shape(lambda: registry.build_model(recipe.model, counts.classes, data.image_size))
+    net, params, stats = make_functional(model, recipe.model.freeze)
+    optimizer = net.wrap_optimizer(
         optimizers.make_optimizer(recipe, schedules.make_schedule(recipe, 1, 1.0), stem=net.stem, head=net.head)
     )
     return plans.make_plan(recipe, pod, counts, options, estimate_memory(recipe, net, params, stats, optimizer))
+
+
+# --- the initial state ---------------------------------------------------------------------------------------------
+
+
+def initialize(setup: Setup) -> tuple[Setup, InitialWeights | None]:
+    """Return the setup with the state that a run from scratch starts from, and the weights that it starts from, if any.
+
+    A model's `fit` runs only where it leaves a trace: not if initial weights replace all parameters.
+    """
+    if not setup.recipe.model.init:
+        return fit_model(setup), None
+    initialized, weights = load_initial_weights(setup)
+    if weights.reinitialized and has_fit(setup):
+        return load_initial_weights(fit_model(setup))
+    return initialized, weights
+
+
+def has_fit(setup: Setup) -> bool:
+    """Whether the model has a `fit`, by its graph alone: no array is read."""
+    params, stats = jax.eval_shape(lambda state: (state.params, state.stats), setup.state)
+    return hasattr(setup.net.build_module(params, stats), "fit")
+
+
+def fit_model(setup: Setup) -> Setup:
+    """Return the setup with its model fitted to training images; unchanged if the model has no `fit`.
+
+    The images are spread evenly over the data set and cropped as in evaluation. All processes use the parameters that
+    the main process computes.
+    """
+    if not has_fit(setup):
+        return setup
+    recipe, index = setup.recipe, setup.data.train
+    params, stats = jax.device_get((setup.state.params, setup.state.stats))
+    model = setup.net.build_module(*jax.tree.map(jnp.asarray, (params, stats)))
+    count = min(len(index), FIT_IMAGES)
+    samples = np.arange(count) * len(index) // count
+    images = loader.load_eval_images(index, samples.tolist(), recipe)
+    mean, std = (np.asarray(value, np.float32) for value in (recipe.data.mean, recipe.data.std))
+    model.fit((images / np.float32(255) - mean) / std)
+    params = group.broadcast_arrays(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return _place_on_devices(setup._replace(state=steps.init_state(recipe, params, stats, setup.optimizer)))
+
+
+def load_initial_weights(setup: Setup) -> tuple[Setup, InitialWeights]:
+    """Return the setup with the weights of `model.init`, and a description of them."""
+    params, stats = jax.device_get((setup.state.params, setup.state.stats))
+    weights = initial_weights.initialize_from(setup.recipe.model.init, setup.net, params, stats)
+    state = steps.init_state(setup.recipe, weights.params, weights.stats, setup.optimizer)
+    return _place_on_devices(setup._replace(state=state)), weights
+
+
+def _place_on_devices(setup: Setup) -> Setup:
+    """Place the state on the devices: replicated, or with the optimizer's state partitioned over them."""
+    state = jax.tree.map(np.asarray, setup.state)
+    if setup.plan.summation != sharded.NAME:
+        return setup._replace(state=placement.replicate(state, setup.mesh))
+    replicated = placement.replicate(state._replace(optimizer=()), setup.mesh)
+    parts = _make_partitioner(setup).partition_host_arrays(state.optimizer)
+    return setup._replace(state=replicated._replace(optimizer=parts))
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def to_checkpoint(setup: Setup, state: State) -> State:
+    """Return the state as checkpoints store it: whole arrays, whatever the summation."""
+    if setup.plan.summation != sharded.NAME:
+        return state
+    return state._replace(optimizer=_make_partitioner(setup).gather(state.optimizer))
+
+
+def restore_state(setup: Setup, restore: Callable[[Any], Any]) -> State:
+    """Return the state that `restore` reads, placed as the plan needs it.
+
+    `restore` takes abstract arrays of the same shapes.
+    """
+    if setup.plan.summation != sharded.NAME:
+        return restore(setup.state)
+    partitioner = _make_partitioner(setup)
+    state = restore(setup.state._replace(optimizer=partitioner.make_abstract_whole(setup.state.optimizer)))
+    return state._replace(optimizer=partitioner.partition_device_arrays(state.optimizer))
+
+
+def _make_partitioner(setup: Setup) -> sharded.Partitioner:
+    return sharded.Partitioner(setup.mesh, setup.optimizer, setup.net.get_param_shapes())
+
+
+# --- input ---------------------------------------------------------------------------------------------------------
+
+
+def load_train_batches(setup: Setup, calls: list[range], skipped: Sequence[range] = ()) -> prefetch.Batches:
+    """Return the training batches of these calls, loaded in the background; `skipped` batches are left out."""
+    sharding = pods.make_batch_sharding(setup.mesh, axis=2)
+    return loader.load_train_batches(setup.data.train, setup.plan, calls, sharding, skip=skipped)
+
+
+def cache_images(setup: Setup, options: Options) -> Setup:
+    """Return the setup with this process's images cached in memory, as far as the options and the memory allow."""
+    if setup.data.train.files is None:
+        return setup
+    allowed = (
+        options.cache_gib * 2**30 if options.cache_gib else cache.DEFAULT_MEMORY_SHARE * cache.measure_free_memory()
+    )
+    limit = int(allowed) // group.count_local_processes()
+    samples = loader.list_train_samples(setup.plan, pods.make_batch_sharding(setup.mesh, axis=2))
+    train = _cache_split(setup.data.train, samples, options.cache, limit, setup.recipe.train.epochs)
+    limit -= train.cache.memory.size if train.cache else 0
+    samples = loader.list_eval_samples(
+        len(setup.data.val), pods.make_batch_sharding(setup.mesh), setup.plan.eval_images
+    )
+    val = _cache_split(setup.data.val, samples, options.cache, limit, len(setup.plan.eval_steps()))
+    return setup._replace(data=replace(setup.data, train=train, val=val))
+
+
+def _cache_split(index: Index, samples: NDArray[np.int64], option: str, limit: int, passes: float) -> Index:
+    encoded, decoded = (
+        cache.compute_cache_bytes(lengths[samples]) for lengths in (index.encoded_bytes(), index.decoded_bytes())
+    )
+    kind = cache.choose_kind(option, encoded, decoded, limit, passes)
+    return index.with_cache(kind, samples) if kind else index
+
+
+def describe_input(setup: Setup) -> dict[str, Any]:
+    """Return where this process's pixels come from: decoder and cache. Neither changes a pixel."""
+    caches = {split: getattr(setup.data, split).cache for split in ("train", "val")}
+    return {
+        "decoder": decode.select_decoder() if setup.data.train.files is not None else "none",
+        "cache": {
+            split: "device" if setup.plan.resident else images.kind if images else "none"
+            for split, images in caches.items()
+        },
+        "cache_bytes": sum(images.memory.size for images in caches.values() if images),
+    }

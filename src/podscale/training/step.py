@@ -1,7 +1,7 @@
 """The train step and the evaluation step: one shard_mapped, jitted, buffer-donating function each.
 
 A call runs several updates so that the host stays off the critical path. Inside, every device works on its own images;
-it meets the others in batch norm (its tile) and in the summation of gradients (the pod), and nowhere else.
+it communicates with others only in batch norm (its tile) and in the summation of gradients (the pod).
 """
 
 from functools import partial
@@ -15,41 +15,41 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podscale.data.picks import PICK_NUMBERS
-from podscale.models.functional import Functional, Tree
+from podscale.models.functional import FunctionalModel, Tree
 from podscale.optim import optimizers
-from podscale.optim.norms import global_norm, whole_norm, whole_norms
+from podscale.optim.norms import compute_global_norm, compute_joined_global_norm, compute_norms
 from podscale.parallel import batch_norm, sharded
 from podscale.parallel.summation import sum_tree
 from podscale.plan import Plan
-from podscale.pod import ALL_AXES, BATCH_AXES, batch_sharding
+from podscale.pod import ALL_AXES, BATCH_AXES, make_batch_sharding
 from podscale.recipe import Recipe
 from podscale.training.device_input import augment, resident
 
-OPTIMIZER = "optimizer"  # the scope that a profile of the step finds the update by
+OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
 
 
 class State(NamedTuple):
-    """All that training changes; the same on every device at every step."""
+    """Everything that training changes; the same on every device at every step."""
 
     step: jax.Array
     params: Tree
     stats: Tree
     optimizer: Any
-    average: Tree  # {"params", "stats"} averaged over steps, or {} where the recipe has no average
+    average: Tree  # {"params", "stats"} averaged over steps, or {} if the recipe has no average
 
 
 class Metrics(NamedTuple):
-    """Per update, over the global batch."""
+    """Metrics of one update, over the global batch."""
 
     loss: jax.Array
     accuracy: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
-    skipped: jax.Array  # 1 where loss or gradient was no number, and nothing but the step counter moved
+    skipped: jax.Array  # 1 if loss or gradient was not finite, and only the step counter changed
 
 
-class Tally(NamedTuple):
-    """What evaluation counts; whole numbers, so that no example is lost or weighed twice."""
+class EvalCounts(NamedTuple):
+    """What evaluation counts; whole numbers, so that no example is lost or counted twice."""
 
     examples: jax.Array
     correct: jax.Array
@@ -57,89 +57,91 @@ class Tally(NamedTuple):
     loss: jax.Array  # summed over examples
 
 
-def initial_state(recipe: Recipe, params: Tree, stats: Tree, optimizer: optax.GradientTransformation) -> State:
-    """Before the first update."""
+def init_state(recipe: Recipe, params: Tree, stats: Tree, optimizer: optax.GradientTransformation) -> State:
+    """Return the state before the first update."""
     average = {"params": params, "stats": stats} if recipe.optimizer.average else {}
     state = State(jnp.zeros((), jnp.int32), params, stats, optimizer.init(params), average)
-    return jax.tree.map(jnp.array, state)  # own copies: the step donates its state, and the average aliases it
+    return jax.tree.map(jnp.array, state)  # copies: the step donates its state, and the average aliases it
 
 
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-def train_call(
-    net: Functional, plan: Plan, optimizer: optax.GradientTransformation, schedule: optax.Schedule, mesh: Mesh
+def make_train_call(
+    net: FunctionalModel, plan: Plan, optimizer: optax.GradientTransformation, schedule: optax.Schedule, mesh: Mesh
 ) -> Any:
-    """Compiles to: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state and metrics [S].
+    """Return the jitted call: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state, metrics [S].
 
-    Only the first `count` of the S updates are done; the metrics of the others are zero. Where the pictures live on the
-    devices, `images` are picks [S, M, B/M, 4] of a fifth argument: all of them, uint8 [samples, height, width, 3].
+    S is `plan.steps_per_call`, M `plan.micro_batches` and B the global batch. Only the first `count` of the S updates
+    are done; the metrics of the others are zero. If the images live on the devices, `images` are picks [S, M, B/M, 4],
+    and a fifth argument holds all images, uint8 [samples, height, width, 3].
     """
     update = partial(_update, net, plan, optimizer, schedule)
 
     def call(
-        state: State, images: jax.Array, labels: jax.Array, count: jax.Array, *pictures: jax.Array
+        state: State, images: jax.Array, labels: jax.Array, count: jax.Array, *all_images: jax.Array
     ) -> tuple[State, Metrics]:
-        def of_step(i: Any) -> jax.Array:
-            return resident.taken(pictures[0], images[i], plan.recipe.data.image_size) if plan.resident else images[i]
+        def get_images(i: Any) -> jax.Array:
+            if not plan.resident:
+                return images[i]
+            return resident.crop_picks(all_images[0], images[i], plan.recipe.data.image_size)
 
         if plan.steps_per_call == 1:
-            state, metrics = update(state, of_step(0), labels[0])
+            state, metrics = update(state, get_images(0), labels[0])
             return state, jax.tree.map(lambda m: m[None], metrics)
 
         def body(i: jax.Array, carry: tuple[State, Metrics]) -> tuple[State, Metrics]:
-            state, seen = carry
-            state, metrics = update(state, of_step(i), labels[i])
-            return state, jax.tree.map(lambda all_, m: all_.at[i].set(m), seen, metrics)
+            state, history = carry
+            state, metrics = update(state, get_images(i), labels[i])
+            return state, jax.tree.map(lambda values, m: values.at[i].set(m), history, metrics)
 
-        nothing = jnp.zeros(plan.steps_per_call, jnp.promote_types(_dtype(state), jnp.float32))
-        empty = Metrics(*[nothing] * len(Metrics._fields))
-        return lax.fori_loop(0, count, body, (state, empty))
+        zeros = jnp.zeros(plan.steps_per_call, jnp.promote_types(_get_dtype(state), jnp.float32))
+        return lax.fori_loop(0, count, body, (state, Metrics(*[zeros] * len(Metrics._fields))))
 
-    data, held = P(None, None, BATCH_AXES), _held(net, plan, optimizer)
+    data, state_specs = P(None, None, BATCH_AXES), _make_state_specs(net, plan, optimizer)
     mapped = jax.shard_map(
         call,
         mesh=mesh,
-        in_specs=(held, data, data, P(), *[P()] * plan.resident),
-        out_specs=(held, P()),
+        in_specs=(state_specs, data, data, P(), *[P()] * plan.resident),
+        out_specs=(state_specs, P()),
         axis_names=set(ALL_AXES),
         check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=0)
 
 
-def call_arguments(plan: Plan, mesh: Mesh) -> tuple[Any, ...]:
-    """What a train call takes besides the state, as shapes."""
-    everywhere, cut = NamedSharding(mesh, P()), batch_sharding(mesh, axis=2)
+def describe_call_arguments(plan: Plan, mesh: Mesh) -> tuple[Any, ...]:
+    """Return the arguments of a train call after the state, as shapes."""
+    everywhere, split = NamedSharding(mesh, P()), make_batch_sharding(mesh, axis=2)
     size, shape = plan.recipe.data.image_size, plan.batch_shape
-    labels = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=cut)
+    labels = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     if not plan.resident:
-        return jax.ShapeDtypeStruct((*shape, size, size, 3), jnp.uint8, sharding=cut), labels, count
-    picks = jax.ShapeDtypeStruct((*shape, PICK_NUMBERS), jnp.int32, sharding=cut)
-    pictures = jax.ShapeDtypeStruct((plan.counts.train, size, size, 3), jnp.uint8, sharding=everywhere)
-    return picks, labels, count, pictures
+        return jax.ShapeDtypeStruct((*shape, size, size, 3), jnp.uint8, sharding=split), labels, count
+    picks = jax.ShapeDtypeStruct((*shape, PICK_NUMBERS), jnp.int32, sharding=split)
+    all_images = jax.ShapeDtypeStruct((plan.counts.train, size, size, 3), jnp.uint8, sharding=everywhere)
+    return picks, labels, count, all_images
 
 
-def learner(net: Functional, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The plan's optimizer: of whole arrays, or of a device's own parts of them."""
-    norms = sharded.norms if plan.summation == sharded.NAME else whole_norms
-    return net.learner(optimizers.make_optimizer(plan.recipe, schedule, norms, stem=net.stem, head=net.head))
+def make_plan_optimizer(net: FunctionalModel, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Return the plan's optimizer: of whole arrays, or of the device's parts of them."""
+    norms = sharded.compute_norms if plan.summation == sharded.NAME else compute_norms
+    return net.wrap_optimizer(optimizers.make_optimizer(plan.recipe, schedule, norms, stem=net.stem, head=net.head))
 
 
-def _held(net: Functional, plan: Plan, optimizer: optax.GradientTransformation) -> Any:
-    """How the state lies on the devices: the same on all, or the optimizer's cut over them."""
+def _make_state_specs(net: FunctionalModel, plan: Plan, optimizer: optax.GradientTransformation) -> Any:
+    """Return how the state lies on the devices: replicated, or with the optimizer's state partitioned."""
     if plan.summation != sharded.NAME:
         return P()
     everywhere: Any = P()
-    return State(everywhere, everywhere, everywhere, sharded.specs(optimizer, net.shapes()), everywhere)
+    return State(everywhere, everywhere, everywhere, sharded.make_specs(optimizer, net.get_param_shapes()), everywhere)
 
 
-def compiler_options(plan: Plan) -> dict[str, Any]:
-    """What the compiler must be told so that the program does what the plan says.
+def make_compiler_options(plan: Plan) -> dict[str, Any]:
+    """Return the compiler options that the plan needs.
 
-    The TPU compiler makes one sum of all buckets, which then cannot start before the backward pass has ended, unless
-    told how large a sum may become.
+    Without a limit on the size of a sum, the TPU compiler merges all buckets into one sum, which cannot start before
+    the backward pass has ended.
     """
     if not plan.pod.devices or plan.pod.devices[0].platform != "tpu" or not plan.bucket_bytes:
         return {}
@@ -147,7 +149,7 @@ def compiler_options(plan: Plan) -> dict[str, Any]:
 
 
 def _update(
-    net: Functional,
+    net: FunctionalModel,
     plan: Plan,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
@@ -155,109 +157,127 @@ def _update(
     images: jax.Array,
     labels: jax.Array,
 ) -> tuple[State, Metrics]:
-    """One update from this device's images [M, m, h, w, 3]."""
+    """Do one update with this device's images [M, m, h, w, 3]."""
     recipe = plan.recipe
-    local = _local_sums(net, plan, state, images, labels)
+    local = _sum_micro_batches(net, plan, state, images, labels)
     if plan.summation == sharded.NAME:
-        params, opt_state, grad_norm, moments, seen = _sharded_update(net, plan, optimizer, state, local)
+        params, opt_state, grad_norm, moments, counts = _sharded_update(net, plan, optimizer, state, local)
     else:
-        grads, moments, seen = _pod_sums(plan, local)
+        grads, moments, counts = _sum_over_pod(plan, local)
         with jax.named_scope(OPTIMIZER):
             updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-            params = net.moved(state.params, updates)
-            grad_norm = whole_norm(grads)
-    stats = batch_norm.running_update(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
-    average = _averaged(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
-    sound = jnp.isfinite(seen["loss"]) & jnp.isfinite(grad_norm)  # the same on every device: both are sums over the pod
+            params = net.apply_updates(state.params, updates)
+            grad_norm = compute_joined_global_norm(grads)
+    stats = (
+        batch_norm.update_running_statistics(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
+    )
+    average = _update_average(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
+    # The same on every device: both are sums over the pod.
+    finite = jnp.isfinite(counts["loss"]) & jnp.isfinite(grad_norm)
     metrics = Metrics(
-        loss=seen["loss"],
-        accuracy=seen["correct"] / recipe.batch.size,
+        loss=counts["loss"],
+        accuracy=counts["correct"] / recipe.batch.size,
         grad_norm=grad_norm,
         learning_rate=schedule(state.step),
-        skipped=(~sound).astype(seen["loss"].dtype),
+        skipped=(~finite).astype(counts["loss"].dtype),
     )
     new = State(state.step + 1, params, stats, opt_state, average)
     old = state._replace(step=state.step + 1)
-    return jax.tree.map(lambda n, o: jnp.where(sound, n, o), new, old), metrics
+    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old), metrics
 
 
-def _local_sums(net: Functional, plan: Plan, state: State, images: jax.Array, labels: jax.Array) -> tuple[Tree, ...]:
-    """Gradients, moments and counts summed over this device's micro-batches, as shares of the global batch's means."""
+def _sum_micro_batches(
+    net: FunctionalModel, plan: Plan, state: State, images: jax.Array, labels: jax.Array
+) -> tuple[Tree, ...]:
+    """Sum gradients, moments and counts over this device's micro-batches.
+
+    Each is the device's share of the global batch's mean.
+    """
     recipe, micro_batches = plan.recipe, plan.micro_batches
     positions = plan.positions(lax.axis_index(BATCH_AXES))
     share_of_moments = 1 / (micro_batches * plan.pod.size)
-    learnt, still = net.split(state.params)
+    trainable, frozen = net.split(state.params)
 
-    def loss_of(learnt: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
-        params = net.joined(learnt, still)
-        inputs, targets = augment.prepare(recipe, images, labels, state.step, positions, plan.counts.classes)
+    def compute_loss(
+        trainable: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        params = net.join(trainable, frozen)
+        inputs, targets = augment.prepare_batch(recipe, images, labels, state.step, positions, plan.counts.classes)
         logits, moments = net.train(params, state.stats, inputs, plan.groups, plan.kernels)
         losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
         correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)
         loss = losses.sum() / recipe.batch.size
         return loss, (jax.tree.map(lambda m: m * share_of_moments, moments), {"loss": loss, "correct": correct})
 
-    def one(micro: tuple[jax.Array, ...]) -> tuple[Tree, ...]:
-        grads, (moments, seen) = jax.grad(loss_of, has_aux=True)(learnt, *micro)
-        return grads, moments, seen
+    def differentiate(micro_batch: tuple[jax.Array, ...]) -> tuple[Tree, ...]:
+        grads, (moments, counts) = jax.grad(compute_loss, has_aux=True)(trainable, *micro_batch)
+        return grads, moments, counts
 
     if micro_batches == 1:
-        return one((images[0], labels[0], positions[0]))
+        return differentiate((images[0], labels[0], positions[0]))
 
-    def add(sums: tuple[Tree, ...], micro: tuple[jax.Array, ...]) -> tuple[tuple[Tree, ...], None]:
-        return jax.tree.map(jnp.add, sums, one(micro)), None
+    def add(sums: tuple[Tree, ...], micro_batch: tuple[jax.Array, ...]) -> tuple[tuple[Tree, ...], None]:
+        return jax.tree.map(jnp.add, sums, differentiate(micro_batch)), None
 
-    shapes = jax.eval_shape(one, (images[0], labels[0], positions[0]))
+    shapes = jax.eval_shape(differentiate, (images[0], labels[0], positions[0]))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    # A loop around convolutions is many times slower on CPU than the same code laid out flat.
+    # A loop around convolutions is many times slower on CPU than the same code unrolled.
     return lax.scan(add, zeros, (images, labels, positions), unroll=plan.pod.kind == "cpu")[0]
 
 
-def _pod_sums(plan: Plan, local: tuple[Tree, ...]) -> tuple[Tree, ...]:
-    """The same summed over the pod: gradients in buckets, last layers first; the small rest beside them in float32."""
-    grads, moments, seen = local
+def _sum_over_pod(plan: Plan, local: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """Sum over the pod: gradients in buckets, last layers first; moments and counts, which are small, in float32."""
+    grads, moments, counts = local
     grads = sum_tree(grads, strategy=plan.summation, payload=plan.payload, bucket_bytes=plan.bucket_bytes)
-    moments, seen = sum_tree((moments, seen), strategy=plan.summation)
-    return grads, moments, seen
+    moments, counts = sum_tree((moments, counts), strategy=plan.summation)
+    return grads, moments, counts
 
 
 def _sharded_update(
-    net: Functional, plan: Plan, optimizer: optax.GradientTransformation, state: State, local: tuple[Tree, ...]
+    net: FunctionalModel, plan: Plan, optimizer: optax.GradientTransformation, state: State, local: tuple[Tree, ...]
 ) -> tuple[Tree, ...]:
-    """New weights and optimizer state, each device's part by itself; the gradients' norm; moments and counts."""
-    grads, *rest = local
-    parts = sharded.scatter(grads, plan.payload, plan.bucket_bytes)
-    moments, seen = sum_tree(tuple(rest), strategy="torus")
-    learnt, still = net.split(state.params)
-    own = sharded.own(learnt)
-    updates, opt_state = optimizer.update(parts, state.optimizer, net.joined(own, still))
-    learnt = sharded.gather(optax.apply_updates(own, updates), learnt, plan.bucket_bytes)
-    return net.joined(learnt, still), opt_state, global_norm(parts, sharded.norms), moments, seen
+    """Update each device's part of weights and optimizer state.
+
+    Returns:
+        Parameters, optimizer state, norm of the gradients, moments and counts.
+    """
+    grads, *small = local
+    parts = sharded.scatter_gradients(grads, plan.payload, plan.bucket_bytes)
+    moments, counts = sum_tree(tuple(small), strategy="torus")
+    trainable, frozen = net.split(state.params)
+    own_parts = sharded.select_parts(trainable)
+    updates, opt_state = optimizer.update(parts, state.optimizer, net.join(own_parts, frozen))
+    trainable = sharded.gather_parameters(optax.apply_updates(own_parts, updates), trainable, plan.bucket_bytes)
+    grad_norm = compute_global_norm(parts, sharded.compute_norms)
+    return net.join(trainable, frozen), opt_state, grad_norm, moments, counts
 
 
-def _averaged(decay: float, average: Tree, new: Tree) -> Tree:
+def _update_average(decay: float, average: Tree, new: Tree) -> Tree:
     if not average:
         return average
     return jax.tree.map(lambda a, n: decay * a + (1 - decay) * n, average, new)
 
 
-def _dtype(state: State) -> Any:
+def _get_dtype(state: State) -> Any:
     return jax.tree.leaves(state.params)[0].dtype
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------
 
 
-def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
-    """Compiles to: (params, stats, images [E, h, w, 3], labels [E], tally) -> tally, answers [E, 3].
+def make_eval_call(net: FunctionalModel, plan: Plan, mesh: Mesh) -> Any:
+    """Return the jitted call: (params, stats, images [E, h, w, 3], labels [E], counts) -> counts, predictions [E, 3].
 
-    Labels of -1 are padding; others below 0 are examples whose picture cannot be read: they count, and as wrong.
+    Labels of -1 are padding; others below 0 are examples whose image cannot be read: they count as wrong. Predictions
+    are, of each example, the predicted class (-1 if there is none), its probability, and that of the true class.
     """
 
-    def call(params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, tally: Tally) -> tuple[Tally, jax.Array]:
-        logits = _seen(net, plan.recipe, params, stats, images, plan.kernels)
-        tally = jax.tree.map(jnp.add, tally, lax.psum(_tally(logits, labels), ALL_AXES))
-        return tally, _answers(logits, labels)
+    def call(
+        params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, counts: EvalCounts
+    ) -> tuple[EvalCounts, jax.Array]:
+        logits = _average_views(net, plan.recipe, params, stats, images, plan.kernels)
+        counts = jax.tree.map(jnp.add, counts, lax.psum(_count_correct(logits, labels), ALL_AXES))
+        return counts, _predict_classes(logits, labels)
 
     data = P(BATCH_AXES)
     mapped = jax.shard_map(
@@ -271,47 +291,47 @@ def eval_call(net: Functional, plan: Plan, mesh: Mesh) -> Any:
     return jax.jit(mapped, donate_argnums=4)
 
 
-def _seen(
-    net: Functional, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array, kernels: str = ""
+def _average_views(
+    net: FunctionalModel, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array, kernels: str = ""
 ) -> jax.Array:
-    """Logits of pictures, averaged over the recipe's views of them."""
-    views = augment.views(images, recipe.data.eval_views)
-    answers = [net.evaluate(params, stats, augment.normalize(recipe, view), kernels) for _, view in views]
-    if len(answers) == 1:
-        return answers[0]
-    return jnp.stack([share * answer for (share, _), answer in zip(views, answers, strict=True)]).sum(0)
+    """Return the logits of images, averaged over the recipe's views of them."""
+    views = augment.make_views(images, recipe.data.eval_views)
+    logits = [net.evaluate(params, stats, augment.normalize(recipe, view), kernels) for _, view in views]
+    if len(logits) == 1:
+        return logits[0]
+    return jnp.stack([share * of_view for (share, _), of_view in zip(views, logits, strict=True)]).sum(0)
 
 
-def empty_tally() -> Tally:
-    """Nothing counted yet."""
-    return Tally(*(jnp.zeros((), kind) for kind in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))
+def zero_counts() -> EvalCounts:
+    """Return the counts before the first batch."""
+    return EvalCounts(*(jnp.zeros((), kind) for kind in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))
 
 
-def _tally(logits: jax.Array, labels: jax.Array) -> Tally:
+def _count_correct(logits: jax.Array, labels: jax.Array) -> EvalCounts:
     target = jnp.maximum(labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-    real, right = labels >= 0, jnp.isfinite(losses)  # a diverged model is right about nothing
+    readable, finite = labels >= 0, jnp.isfinite(losses)  # a diverged model is right about nothing
     counted = labels != -1
-    own = jnp.take_along_axis(logits, target[:, None], axis=-1)
-    ahead = (logits > own) | ((logits == own) & (jnp.arange(logits.shape[-1]) < target[:, None]))
+    of_target = jnp.take_along_axis(logits, target[:, None], axis=-1)
+    ahead = (logits > of_target) | ((logits == of_target) & (jnp.arange(logits.shape[-1]) < target[:, None]))
     rank = ahead.sum(-1)  # ties go to the lower class, as in argmax
-    return Tally(
+    return EvalCounts(
         examples=counted.sum(dtype=jnp.int32),
-        correct=(real & right & (rank == 0)).sum(dtype=jnp.int32),
-        correct_top5=(real & right & (rank < 5)).sum(dtype=jnp.int32),
-        loss=jnp.where(real, losses, 0).sum().astype(jnp.float32),
+        correct=(readable & finite & (rank == 0)).sum(dtype=jnp.int32),
+        correct_top5=(readable & finite & (rank < 5)).sum(dtype=jnp.int32),
+        loss=jnp.where(readable, losses, 0).sum().astype(jnp.float32),
     )
 
 
-def _answers(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Of each example the class chosen (-1 where there is none), its probability, and that of the right class."""
-    wide = jax.nn.softmax(logits.astype(jnp.float32))
-    own = jnp.take_along_axis(wide, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
-    answered = (labels >= 0) & jnp.isfinite(own)
-    chosen = jnp.where(answered, logits.argmax(-1), -1)
-    return jnp.stack([chosen.astype(jnp.float32), wide.max(-1), own], axis=1)
+def _predict_classes(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return class, its probability and that of the true class, as `make_eval_call` says."""
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32))
+    of_target = jnp.take_along_axis(probabilities, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
+    has_prediction = (labels >= 0) & jnp.isfinite(of_target)
+    classes = jnp.where(has_prediction, logits.argmax(-1), -1)
+    return jnp.stack([classes.astype(jnp.float32), probabilities.max(-1), of_target], axis=1)
 
 
-def predictor(net: Functional, recipe: Recipe) -> Any:
-    """Compiles to: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
-    return jax.jit(lambda p, s, images: jax.nn.softmax(_seen(net, recipe, p, s, images)))
+def make_predictor(net: FunctionalModel, recipe: Recipe) -> Any:
+    """Return the jitted function: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
+    return jax.jit(lambda p, s, images: jax.nn.softmax(_average_views(net, recipe, p, s, images)))

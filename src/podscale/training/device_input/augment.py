@@ -1,6 +1,6 @@
-"""What happens to pictures on the device: normalize, mix, erase.
+"""Augment images on the device: normalize, mix, erase.
 
-Random choices are keyed by (seed, step, position), never by the device, so the same position sees the same thing on
+Random choices are keyed by (seed, step, position), never by the device, so the same position gets the same values on
 every pod. Mixing pairs position 2k with 2k+1, which always lie on the same device.
 """
 
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from podscale.recipe import Augment, Recipe
 
 
-def prepare(
+def prepare_batch(
     recipe: Recipe, images: jax.Array, labels: jax.Array, step: jax.Array, positions: jax.Array, classes: int
 ) -> tuple[jax.Array, jax.Array]:
-    """uint8 images [n, h, w, 3] and labels [n] of given positions -> what the model and the loss take in training."""
+    """Turn uint8 images [n, h, w, 3] and labels [n] at these positions into the inputs of model and loss."""
     images = normalize(recipe, images)
-    targets = smooth(labels, classes, recipe.augment.label_smoothing)
+    targets = smooth_labels(labels, classes, recipe.augment.label_smoothing)
     if recipe.augment.mixup or recipe.augment.erase:
-        keys = position_keys(recipe.train.seed, step, positions)
+        keys = make_position_keys(recipe.train.seed, step, positions)
         if recipe.augment.erase:
             images = jax.vmap(_erase, in_axes=(0, 0, None))(keys, images, recipe.augment.erase)
         if recipe.augment.mixup:
@@ -26,18 +26,18 @@ def prepare(
 
 
 def normalize(recipe: Recipe, images: jax.Array) -> jax.Array:
-    """uint8 -> the compute type, with the recipe's per-channel mean and standard deviation taken out."""
+    """Turn uint8 images into the compute type, normalized by the recipe's per-channel mean and standard deviation."""
     wide = jnp.promote_types(recipe.model.precision, jnp.float32)
     mean, std = (jnp.asarray(v, wide) for v in (recipe.data.mean, recipe.data.std))
     scaled = images.astype(wide) * (1 / (255 * std)) - mean / std
     return scaled.astype(recipe.model.precision)
 
 
-def views(images: jax.Array, count: int) -> list[tuple[float, jax.Array]]:
-    """Pictures [n, h, w, 3] as evaluation sees them, `count` times, each with its share of the answer.
+def make_views(images: jax.Array, count: int) -> list[tuple[float, jax.Array]]:
+    """Return `count` views of images [n, h, w, 3] for evaluation, each with its weight in the average.
 
-    Two are a picture and its mirror image. Six are these, which count for half, and both again from one pixel up and to
-    the left and from one pixel down and to the right, where the picture is reflected at its border.
+    Two views are an image and its flip. Six are these, which count for half, and both again shifted by one pixel up and
+    to the left and by one pixel down and to the right, with the image reflected at its border.
     """
     if count == 1:
         return [(1.0, images)]
@@ -46,24 +46,24 @@ def views(images: jax.Array, count: int) -> list[tuple[float, jax.Array]]:
         return [(0.5, view) for view in both]
     height, width = images.shape[1:3]
     wide = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
-    moved = [wide[:, :height, :width], wide[:, 2:, 2:]]
-    moved += [view[:, :, ::-1] for view in moved]
-    return [(1 / 4, view) for view in both] + [(1 / 8, view) for view in moved]
+    shifted = [wide[:, :height, :width], wide[:, 2:, 2:]]
+    shifted += [view[:, :, ::-1] for view in shifted]
+    return [(1 / 4, view) for view in both] + [(1 / 8, view) for view in shifted]
 
 
-def smooth(labels: jax.Array, classes: int, smoothing: float) -> jax.Array:
-    """One-hot targets [n, classes] with a share of `smoothing` spread evenly over all classes."""
+def smooth_labels(labels: jax.Array, classes: int, smoothing: float) -> jax.Array:
+    """Return one-hot targets [n, classes] with a share of `smoothing` spread evenly over all classes."""
     return jax.nn.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes
 
 
-def position_keys(seed: int, step: jax.Array, positions: jax.Array) -> jax.Array:
-    """One random key per position of the global batch at this step."""
+def make_position_keys(seed: int, step: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return one random key per position of the global batch at this step."""
     at_step = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(at_step, positions)
 
 
 def _mix(keys: jax.Array, images: jax.Array, targets: jax.Array, augment: Augment) -> tuple[jax.Array, jax.Array]:
-    """Mixup (Zhang et al. 2018) within pairs: both partners get the same share, drawn by the even position."""
+    """Apply mixup (Zhang et al. 2018) within pairs: both get the same share, from the even position's key."""
     draw = jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, 1), augment.mixup, augment.mixup))
     share = jnp.repeat(draw(keys[0::2]), 2)
 
@@ -76,7 +76,7 @@ def _mix(keys: jax.Array, images: jax.Array, targets: jax.Array, augment: Augmen
 
 
 def _erase(key: jax.Array, image: jax.Array, chance: float) -> jax.Array:
-    """Random erasing (Zhong et al. 2017): a rectangle of 2 to 33 % of the area becomes 0, the mean colour."""
+    """Apply random erasing (Zhong et al. 2017): a rectangle of 2 to 33 % of the area becomes 0, the mean color."""
     height, width, _ = image.shape
     area, aspect, top, left, coin = jax.random.uniform(jax.random.fold_in(key, 2), (5,))
     area, aspect = (0.02 + 0.31 * area) * height * width, jnp.exp((2 * aspect - 1) * jnp.log(1 / 0.3))

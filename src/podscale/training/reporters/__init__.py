@@ -1,1 +1,1 @@
-"""Who hears of a training: journal, terminal, trackers, report."""
+"""Reporters: what a training logs to its journal, the terminal, trackers and the report."""

@@ -1,4 +1,4 @@
-"""How far a training is: a bar on a terminal, a bar in a notebook, a line now and then elsewhere."""
+"""Show the progress of a training: a bar on a terminal or in a notebook, a line now and then elsewhere."""
 
 import sys
 import time
@@ -8,25 +8,25 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from podscale.report.counter import PLAIN_EVERY_S
+from podscale.report.counter import LINE_INTERVAL_S
 
 
 class Display(Protocol):
-    """Shows where training is."""
+    """Shows how far a training is."""
 
-    def show(self, step: int, text: str) -> None:
-        """So many steps are done."""
+    def update(self, step: int, text: str) -> None:
+        """Show that this many steps are done."""
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def print_line(self, text: str) -> None:
+        """Print a line that stays."""
 
     def close(self) -> None:
-        """Training is over."""
+        """End the display: training is over."""
 
 
-def display(console: Console, total: int, done: int) -> Display:
-    """The one that suits where the process runs: a notebook, a terminal, or neither."""
-    if in_notebook() and not console.quiet:
+def make_display(console: Console, total: int, done: int) -> Display:
+    """Return the display that suits where the process runs: a notebook, a terminal, or neither."""
+    if is_notebook() and not console.quiet:
         return Notebook(total, done)
     return Bar(console, total, done) if console.is_terminal else Lines(console, total, done)
 
@@ -40,10 +40,10 @@ class Bar:
         self._task = self._bar.add_task("first batch", total=total, completed=done)
         self._bar.start()
 
-    def show(self, step: int, text: str) -> None:
+    def update(self, step: int, text: str) -> None:
         self._bar.update(self._task, completed=step, description=text)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
     def close(self) -> None:
@@ -54,14 +54,14 @@ class Lines:
     """A line now and then, for logs."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
-        self._console, self._clock, self._last = console, _Clock(total, done), -PLAIN_EVERY_S
+        self._console, self._clock, self._last = console, _Clock(total, done), -LINE_INTERVAL_S
 
-    def show(self, step: int, text: str) -> None:
-        if time.monotonic() - self._last >= PLAIN_EVERY_S:
+    def update(self, step: int, text: str) -> None:
+        if time.monotonic() - self._last >= LINE_INTERVAL_S:
             self._last = time.monotonic()
-            self._console.print(f"{text}  {self._clock.left_s(step):.0f} s left", highlight=False)
+            self._console.print(f"{text}  {self._clock.estimate_remaining_s(step):.0f} s left", highlight=False)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
     def close(self) -> None:
@@ -69,24 +69,24 @@ class Lines:
 
 
 class Notebook:
-    """A bar in a notebook's cell, drawn anew in its place, with the evaluations below it."""
+    """A bar in a notebook's cell, updated in place, with the evaluations below it."""
 
-    EVERY_S = 0.2
+    UPDATE_INTERVAL_S = 0.2
 
     def __init__(self, total: int, done: int) -> None:
         from IPython.display import HTML, display
 
         self._html, self._clock, self._total, self._last = HTML, _Clock(total, done), total, 0.0
-        self._step, self._text, self._said = done, "first batch", list[str]()
-        self._cell: Any = display(HTML(self._drawn()), display_id=True)
+        self._step, self._text, self._lines = done, "first batch", list[str]()
+        self._cell: Any = display(HTML(self._render()), display_id=True)
 
-    def show(self, step: int, text: str) -> None:
-        self._step, self._text = step, f"{text}  {self._clock.left_s(step):.0f} s left"
-        if time.monotonic() - self._last >= self.EVERY_S:
+    def update(self, step: int, text: str) -> None:
+        self._step, self._text = step, f"{text}  {self._clock.estimate_remaining_s(step):.0f} s left"
+        if time.monotonic() - self._last >= self.UPDATE_INTERVAL_S:
             self._update()
 
-    def say(self, text: str) -> None:
-        self._said.append(text)
+    def print_line(self, text: str) -> None:
+        self._lines.append(text)
         self._update()
 
     def close(self) -> None:
@@ -94,24 +94,24 @@ class Notebook:
 
     def _update(self) -> None:
         self._last = time.monotonic()
-        self._cell.update(self._html(self._drawn()))
+        self._cell.update(self._html(self._render()))
 
-    def _drawn(self) -> str:
+    def _render(self) -> str:
         bar = f'<progress max="{self._total}" value="{self._step}" style="width: 24em"></progress>'
-        said = "".join(f"<br>{escape(line)}" for line in self._said[-12:])
-        return f"{bar} {escape(self._text)}{said}"
+        lines = "".join(f"<br>{escape(line)}" for line in self._lines[-12:])
+        return f"{bar} {escape(self._text)}{lines}"
 
 
 class _Clock:
     def __init__(self, total: int, done: int) -> None:
-        self._total, self._done, self._began = total, done, time.monotonic()
+        self._total, self._done, self._start_s = total, done, time.monotonic()
 
-    def left_s(self, step: int) -> float:
-        """Seconds that the rest will take at this rate."""
-        return (self._total - step) * (time.monotonic() - self._began) / max(step - self._done, 1)
+    def estimate_remaining_s(self, step: int) -> float:
+        """Return the seconds that the remaining steps take at this rate."""
+        return (self._total - step) * (time.monotonic() - self._start_s) / max(step - self._done, 1)
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None

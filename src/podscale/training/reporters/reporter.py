@@ -1,6 +1,6 @@
-"""What a run tells: metrics.jsonl, trackers, callbacks, the progress line, and where the time went.
+"""Report a training: metrics.jsonl, trackers, callbacks, the progress line, and where the time went.
 
-Only the first process speaks. Numbers are read from the devices one call late, so that asking never stalls them.
+Only the main process reports. Metrics are read from the devices one call late, so that reading never stalls them.
 """
 
 import math
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from podscale.config.stop_condition import Until
+from podscale.config.stop_condition import StopCondition
 from podscale.data.index.dataset import Index
-from podscale.forecast.model import Forecast, beside
+from podscale.forecast.model import Forecast, compare_step
 from podscale.plan import Plan
 from podscale.processes.group import broadcast_int, is_main_process
 from podscale.processes.stragglers import Straggler
@@ -30,16 +30,16 @@ from podscale.storage.files import read_lines, to_json, write_atomically
 from podscale.training.nonfinite import NonfiniteCounter
 from podscale.training.reporters import trackers
 from podscale.training.reporters.background import Background
-from podscale.training.reporters.progress import Display, display
+from podscale.training.reporters.progress import Display, make_display
 from podscale.training.reporters.trackers import Tracker
 
-WARN_AGAIN_S = 60.0  # after which a trouble that lasts is warned of again
+WARN_AGAIN_S = 60.0  # after which a problem that lasts is reported again
 
 
 class Reporter:
-    """Tells of one training as it goes: journal, display and report; and at its end, the summary.
+    """Reports one training as it runs to journal, display and report page; at its end, writes the summary.
 
-    All processes keep count alike; only the first one writes and shows.
+    All processes count alike; only the main process writes and prints.
     """
 
     def __init__(
@@ -49,69 +49,69 @@ class Reporter:
         ledger: PhaseTimer,
         console: Console,
         start: int,
-        until: Until | None,
+        until: StopCondition | None,
         forecast: Forecast | None = None,
         callbacks: Sequence[Callback] = (),
         track: Collection[str] = (),
     ) -> None:
         self.run, self.plan, self.ledger, self.console = run, plan, ledger, console
         self.until, self._start, self._forecast = until, start, forecast
-        # Evaluations of a checkpoint that was lost do not count.
+        # Evaluations after the checkpoint that the run resumes from do not count.
         past = [line for line in run.metrics() if line["step"] <= start] if start else []
         self._evals = [line for line in past if line["event"] == "eval"]
-        self._earlier_s = _session_seconds(past)
-        self.streak = NonfiniteCounter(plan.recipe.train.bad_updates, past)
-        self._waiting: tuple[range, Any] | None = None
+        self._earlier_s = _sum_session_seconds(past)
+        self.nonfinite = NonfiniteCounter(plan.recipe.train.bad_updates, past)
+        self._pending: tuple[range, Any] | None = None
         self._images = 0
         self._journal: Journal | None = None
         self._display: Display | None = None
-        self._borne: dict[str, float] = {}  # when a trouble was last warned of
-        self._history = History(run.folder, ledger.began_at, start)
-        self._told = dict[str, float]()  # what the time had gone to when a call was last told of
+        self._warned_at: dict[str, float] = {}  # by problem
+        self._history = History(run.folder, ledger.start_time, start)
+        self._logged_phases = dict[str, float]()  # seconds per phase up to the last logged call
         self._pages = Background()
         self._callbacks, self._track, self._trackers = callbacks, track, list[Tracker]()
-        self._asked_to_stop = False
+        self._stop_requested = False
 
-    def begin(self) -> None:
-        """The clock starts: the first batch is about to be asked for."""
+    def start(self) -> None:
+        """Open journal, trackers and display, and start the clock; the first batch is about to be loaded."""
         if is_main_process():
             self._journal = Journal(self.run.folder, self._start)
-            self._trackers = trackers.opened(self.run, self._track)
-        self._display = display(self.console, self.plan.steps, self._start)
+            self._trackers = trackers.open_trackers(self.run, self._track)
+        self._display = make_display(self.console, self.plan.steps, self._start)
         self._write("start", self._start, devices=self.plan.pod.size, kind=self.plan.pod.kind)
-        self._told = self.ledger.parts()
-        self._began = self._read = time.perf_counter()
+        self._logged_phases = self.ledger.get_phases()
+        self._start_s = self._last_read_s = time.perf_counter()
 
-    def trained(self, done: range, metrics: Any) -> None:
-        """A call was started. Tells of the one before it: reading this one's metrics would wait for it."""
-        self.catch_up()
-        self._waiting = (done, metrics)
+    def record_call(self, call: range, metrics: Any) -> None:
+        """Note a call that has started, and report the one before it: reading this one's metrics would wait for it."""
+        self.report_pending_call()
+        self._pending = (call, metrics)
 
-    def catch_up(self) -> None:
-        """Waits for the last call and tells of it."""
-        if self._waiting is None:
+    def report_pending_call(self) -> None:
+        """Wait for the last call and report it."""
+        if self._pending is None:
             return
-        (done, metrics), self._waiting = self._waiting, None
-        found = jax.device_get(metrics)
-        images, now = len(done) * self.plan.recipe.batch.size, time.perf_counter()
-        rate, self._read = images / (now - self._read), now
+        (call, metrics), self._pending = self._pending, None
+        columns = jax.device_get(metrics)._asdict()
+        images, now = len(call) * self.plan.recipe.batch.size, time.perf_counter()
+        rate, self._last_read_s = images / (now - self._last_read_s), now
         self._images += images
-        spent = self._spent(len(done))
-        for i, step in enumerate(done):
-            values = {name: float(column[i]) for name, column in found._asdict().items()}
+        spent = self._measure_phases(len(call))
+        for i, step in enumerate(call):
+            values = {name: float(column[i]) for name, column in columns.items()}
             self._write("train", step + 1, **values, images_per_s=rate, spent=spent)
-            self.streak.saw(step, skipped=bool(values["skipped"]))
+            self.nonfinite.record(step, skipped=bool(values["skipped"]))
         if self._display:
-            self._display.show(done.stop, self._line(done.stop, values, rate))
+            self._display.update(call.stop, self._format_progress(call.stop, values, rate))
 
-    def _spent(self, steps: int) -> dict[str, float]:
-        """What the time since a call was last told of went to: seconds by part, of each of its steps."""
-        before, self._told = self._told, self.ledger.parts()
-        shares = {part: (s - before.get(part, 0.0)) / steps for part, s in self._told.items()}
-        return {part: round(s, 6) for part, s in shares.items() if s >= 1e-6}
+    def _measure_phases(self, steps: int) -> dict[str, float]:
+        """Return seconds per phase since the last logged call, for each of this call's steps."""
+        before, self._logged_phases = self._logged_phases, self.ledger.get_phases()
+        per_step = {phase: (s - before.get(phase, 0.0)) / steps for phase, s in self._logged_phases.items()}
+        return {phase: round(s, 6) for phase, s in per_step.items() if s >= 1e-6}
 
-    def _line(self, step: int, values: dict[str, float], rate: float) -> str:
-        waited = self.ledger.seconds["input wait"] / max(time.perf_counter() - self._began, 1e-9)
+    def _format_progress(self, step: int, values: dict[str, float], rate: float) -> str:
+        waited = self.ledger.seconds["input wait"] / max(time.perf_counter() - self._start_s, 1e-9)
         val = f"val {self._evals[-1]['accuracy']:.2%}  " if self._evals else ""
         return (
             f"epoch {step / self.plan.steps_per_epoch:.1f}  step {step:,}/{self.plan.steps:,}  "
@@ -119,156 +119,159 @@ class Reporter:
             f"{rate:,.0f} images/s  input wait {waited:.0%}"
         )
 
-    def evaluated(self, step: int, found: dict[str, float], answers: NDArray[np.float32], index: Index) -> None:
-        """An evaluation, with the time since the first training batch, over restarts; and what it answered."""
-        seconds = time.perf_counter() - self._began
-        self._evals.append({"step": step, **found, "seconds": seconds, "run_s": self._earlier_s + seconds})
+    def report_evaluation(
+        self, step: int, result: dict[str, float], predictions: NDArray[np.float32], index: Index
+    ) -> None:
+        """Report an evaluation, with the time since the first training batch over all sessions, and its mistakes."""
+        seconds = time.perf_counter() - self._start_s
+        self._evals.append({"step": step, **result, "seconds": seconds, "run_s": self._earlier_s + seconds})
         self._write("eval", step, **{k: v for k, v in self._evals[-1].items() if k != "step"})
         if self._display:
             epoch = step / self.plan.steps_per_epoch
-            right = f"{found['accuracy']:.2%} of {found['examples']:,} right"
-            self._display.say(f"epoch {epoch:.1f}: {right} after {self._earlier_s + seconds:.1f} s")
+            accuracy = f"validation accuracy {result['accuracy']:.2%} ({result['examples']:,} images)"
+            self._display.print_line(f"epoch {epoch:.1f}: {accuracy} after {self._earlier_s + seconds:.1f} s")
         if is_main_process():
-            with self.bearing(OSError):
-                self._pages.soon(partial(self._show, step, answers, index))
+            with self.warn_on(OSError):
+                self._pages.submit(partial(self._write_report, step, predictions, index))
 
-    def _show(self, step: int, answers: NDArray[np.float32], index: Index) -> None:
-        mistakes.write(self.run, step, answers, index, self.plan.counts.classes)
-        page.write(self.run)
+    def _write_report(self, step: int, predictions: NDArray[np.float32], index: Index) -> None:
+        mistakes.write_mistakes(self.run, step, predictions, index, self.plan.counts.classes)
+        page.write_report(self.run)
 
-    def met(self, bad_pictures: list[str]) -> None:
-        """Tells of pictures that cannot be read, once each, and lists them in the run; each process its own."""
-        if not bad_pictures:
+    def report_bad_images(self, messages: list[str]) -> None:
+        """Warn of images that cannot be read, once each, and list them in the run; each process lists its own."""
+        if not messages:
             return
-        path = self.run.bad_pictures(jax.process_index())
+        path = self.run.get_bad_images_path(jax.process_index())
         known = set(read_lines(path))
-        fresh = [why for why in bad_pictures if why not in known]
-        for why in fresh:
-            self.console.print(f"warning: {why}", style="bold red", markup=False, highlight=False)
-        with self.bearing(OSError), path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{why}\n" for why in fresh)
+        new = [message for message in messages if message not in known]
+        for message in new:
+            self.console.print(f"warning: {message}", style="bold red", markup=False, highlight=False)
+        with self.warn_on(OSError), path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{message}\n" for message in new)
 
-    def held_up(self, step: int, found: list[Straggler]) -> None:
-        """Processes that the others wait for."""
-        for slow in found:
-            self.console.print(f"warning: {slow.told()}", style="bold red", markup=False, highlight=False)
-            self._write("straggler", step, **slow._asdict())
+    def report_stragglers(self, step: int, stragglers: list[Straggler]) -> None:
+        """Warn of processes that the others wait for."""
+        for straggler in stragglers:
+            self.console.print(f"warning: {straggler.describe()}", style="bold red", markup=False, highlight=False)
+            self._write("straggler", step, **straggler._asdict())
 
     @contextmanager
-    def bearing(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Goes on after such an error inside, with a loud warning: a disk that is full now may not stay so."""
+    def warn_on(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Continue after such an error inside the block, with a warning: a disk that is full now may not stay so."""
         try:
             yield
         except kinds as error:
-            why = getattr(error, "strerror", None) or str(error)
+            problem = getattr(error, "strerror", None) or str(error)
             now = time.monotonic()
-            if now - self._borne.get(why, -math.inf) > WARN_AGAIN_S:
-                self._borne[why] = now
+            if now - self._warned_at.get(problem, -math.inf) > WARN_AGAIN_S:
+                self._warned_at[problem] = now
                 self.console.print(
-                    f"warning: {self.run.folder} takes no more: {why}; training goes on; what is saved stays whole",
+                    f"warning: {self.run.folder} takes no more: {problem}; training goes on; what is saved stays whole",
                     style="bold red",
                     markup=False,
                     highlight=False,
                 )
 
-    def saved(self, step: int) -> None:
-        """A checkpoint was begun: whoever goes on from it knows what the time before it went to."""
+    def record_checkpoint(self, step: int) -> None:
+        """Store where the time went up to this checkpoint, for the session that resumes from it."""
         if is_main_process():
-            with self.bearing(OSError):
-                self._history.note(step, self.ledger.parts())
+            with self.warn_on(OSError):
+                self._history.record(step, self.ledger.get_phases())
 
-    def resume_clock(self) -> None:
-        """Neither evaluation nor saving counts against the training rate."""
-        self._read = time.perf_counter()
+    def restart_rate_clock(self) -> None:
+        """Start measuring the training rate again: neither evaluation nor saving counts against it."""
+        self._last_read_s = time.perf_counter()
 
-    def reached(self) -> bool:
-        """Whether an evaluation has reached what is aimed for, or a callback wants no more; all processes agree."""
-        enough = self.until is not None and any(self.until.reached(e) for e in self._evals)
-        return bool(broadcast_int(enough or self._asked_to_stop))
+    def is_target_reached(self) -> bool:
+        """Whether an evaluation has met the stop condition, or a callback asked to stop; all processes agree."""
+        reached = self.until is not None and any(self.until.is_reached(e) for e in self._evals)
+        return bool(broadcast_int(reached or self._stop_requested))
 
-    def summary(self, step: int) -> dict[str, Any]:
-        """How the run ended."""
-        parts = self.ledger.parts()
-        busy_s = parts.get("train", 0.0) + parts.get("input wait", 0.0)
-        train_s = time.perf_counter() - self._began
-        found = self._ending(step, parts.get("compile", 0.0)) | {
+    def write_summary(self, step: int) -> dict[str, Any]:
+        """Write and return the summary of a run that ends after this step."""
+        phases = self.ledger.get_phases()
+        busy_s = phases.get("train", 0.0) + phases.get("input wait", 0.0)
+        train_s = time.perf_counter() - self._start_s
+        summary = self._summarize(step, phases.get("compile", 0.0)) | {
             "images_per_s": self._images / busy_s if busy_s else None,
             "train_s": self._earlier_s + train_s,
-            "seconds": {name: round(s, 3) for name, s in parts.items()},
-            "run_seconds": {name: round(s, 3) for name, s in self._history.parts(parts).items()},
-            "goodput": self._history.goodput(parts),
+            "seconds": {name: round(s, 3) for name, s in phases.items()},
+            "run_seconds": {name: round(s, 3) for name, s in self._history.sum_phases(phases).items()},
+            "goodput": self._history.compute_goodput(phases),
         }
         if self._forecast and step > self._start:
-            done = step - self._start
-            times = (parts.get(name, 0.0) / done for name in ("train", "input wait"))
-            found["step"] = beside(self._forecast, *times)
+            steps = step - self._start
+            times = (phases.get(name, 0.0) / steps for name in ("train", "input wait"))
+            summary["step"] = compare_step(self._forecast, *times)
         self._write("end", step, seconds=train_s)
         if is_main_process():
-            with self.bearing(OSError):
-                write_atomically(self.run.folder / "summary.json", to_json(found, indent=1))
+            with self.warn_on(OSError):
+                write_atomically(self.run.folder / "summary.json", to_json(summary, indent=1))
                 self._pages.wait()
-                page.write(self.run)
-        return found
+                page.write_report(self.run)
+        return summary
 
-    def past_summary(self) -> dict[str, Any]:
-        """How a run ended that has nothing left to do: what it wrote then, or what its journal still tells."""
-        ending = self._ending(self._start, 0.0)
+    def load_past_summary(self) -> dict[str, Any]:
+        """Return the summary of a run that has already ended: the one it wrote, or one from its journal."""
+        ending = self._summarize(self._start, 0.0)
         written = self.run.summary()
         if all(written.get(name) == ending.get(name) for name in ("steps", "until", "accuracy")):
             return written
         return ending | {"images_per_s": None, "train_s": self._earlier_s, "seconds": {}}
 
-    def _ending(self, step: int, compile_s: float) -> dict[str, Any]:
+    def _summarize(self, step: int, compile_s: float) -> dict[str, Any]:
         last = self._evals[-1] if self._evals else {}
-        found = {
+        summary = {
             "run": str(self.run.folder),
             "recipe": self.run.recipe.name,
             "steps": step,
             "accuracy": last.get("accuracy"),
             "accuracy_top5": last.get("accuracy_top5"),
-            "accuracy_s": last.get("run_s"),  # from the first batch to this accuracy; what is saved after it is apart
+            "accuracy_s": last.get("run_s"),  # from the first batch to this accuracy; saving after it does not count
             "best_accuracy": max((e["accuracy"] for e in self._evals), default=None),
             "compile_s": compile_s,
         }
         if self.until:
-            at = next((e["run_s"] for e in self._evals if self.until.reached(e)), None)
-            found |= {
+            at = next((e["run_s"] for e in self._evals if self.until.is_reached(e)), None)
+            summary |= {
                 "until": {self.until.metric: self.until.value},
                 "reached": at is not None,
                 "reached_s": at,
                 "reached_with_compile_s": None if at is None else at + compile_s,
             }
-        return found
+        return summary
 
     def _write(self, event: str, step: int, **values: Any) -> None:
-        room = False  # on the disk; trackers write to it, too, and some do not survive a full one
+        has_space = False  # on the disk; trackers write to it too, and some do not survive a full one
         if self._journal:
-            with self.bearing(OSError):
+            with self.warn_on(OSError):
                 self._journal.write(event, step, **values)
-                room = True
+                has_space = True
         if is_main_process():
-            told = Event(event, step, step / self.plan.steps_per_epoch, values)
-            for tracker in self._trackers if room else ():
-                with self.bearing(OSError):
-                    tracker.write(told)
-            wishes = [callback(told) for callback in self._callbacks]
-            self._asked_to_stop |= event == "eval" and any(wish is True for wish in wishes)
+            record = Event(event, step, step / self.plan.steps_per_epoch, values)
+            for tracker in self._trackers if has_space else ():
+                with self.warn_on(OSError):
+                    tracker.write(record)
+            answers = [callback(record) for callback in self._callbacks]
+            self._stop_requested |= event == "eval" and any(answer is True for answer in answers)
 
     def close(self) -> None:
+        """Close display, report, journal and trackers."""
         if self._display:
             self._display.close()
-        with self.bearing(OSError):
+        with self.warn_on(OSError):
             self._pages.close()
         if self._journal:
-            with self.bearing(OSError):
+            with self.warn_on(OSError):
                 self._journal.close()
         for tracker in self._trackers:
-            with self.bearing(OSError):
+            with self.warn_on(OSError):
                 tracker.close()
 
 
-def _session_seconds(lines: list[dict[str, Any]]) -> float:
-    """Seconds of training that earlier sessions of a run had told of."""
+def _sum_session_seconds(lines: list[dict[str, Any]]) -> float:
+    """Return the seconds of training that earlier sessions of a run logged."""
     total, session = 0.0, 0.0
     for line in lines:
         if line["event"] == "start":

@@ -1,7 +1,7 @@
-"""Trackers: programs that people watch trainings with, behind one small interface.
+"""Experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow.
 
-TensorBoard's files are always written. Weights & Biases and MLflow hear of a run if they are named (`--track wandb`),
-and are imported only then. A tracker gets the numbers of every event, in the first process alone. To add one, write a
+TensorBoard's files are always written. Weights & Biases and MLflow log a run only if they are named (`--track wandb`),
+and are imported only then. A tracker gets the scalars of every event, in the main process alone. To add one, write a
 function from a run to a `Tracker` and put it into `TRACKERS`.
 """
 
@@ -20,30 +20,30 @@ from podscale.runs.folder import Run
 
 
 class Tracker(Protocol):
-    """Takes the numbers of a run as they come."""
+    """Logs the scalars of a run as they come."""
 
     def write(self, event: Event) -> None:
-        """One point in each curve."""
+        """Add one point to each curve."""
 
     def close(self) -> None:
-        """No more will come."""
+        """End the log: no more events follow."""
 
 
-def numbers(event: Event) -> dict[str, float]:
-    """The curves that an event adds a point to, by name.
+def to_scalars(event: Event) -> dict[str, float]:
+    """Return the points that an event adds to curves, by the curve's name.
 
     >>> numbers(Event("eval", 12, 1.0, {"accuracy": 0.5, "spent": {}}))
     {'eval/accuracy': 0.5}
     """
-    found = {f"{event.kind}/{name}": value for name, value in event.values.items()}
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    values = {f"{event.kind}/{name}": value for name, value in event.values.items()}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 class TensorBoard:
-    """Event files in the run's folder. Points past the step that a run resumes from stay, and come twice.
+    """Event files in the run's folder. Points after the step that a run resumes from stay, and appear twice.
 
-    A record that did not fit on the disk ends its file, as readers do not get past it; the next one begins another.
-    TensorBoard's own writer never writes again after such a fault.
+    A record that did not fit on the disk ends its file, because readers do not get past it; the next record starts a
+    new file. TensorBoard's own writer never writes again after such a fault.
     """
 
     def __init__(self, run: Run) -> None:
@@ -53,7 +53,7 @@ class TensorBoard:
     def write(self, event: Event) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # slow to import, and only needed here
 
-        points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers(event).items()]
+        points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in to_scalars(event).items()]
         if points:
             summary = summary_pb2.Summary(value=points)
             self._append(event_pb2.Event(wall_time=time.time(), step=event.step, summary=summary))
@@ -66,7 +66,7 @@ class TensorBoard:
     def _append(self, record: Any) -> None:
         try:
             if self._writer is None:
-                self._writer = self._begun()
+                self._writer = self._open_file()
             self._writer.write(record.SerializeToString())
             self._writer.flush()
         except OSError:
@@ -74,7 +74,7 @@ class TensorBoard:
                 self.close()
             raise
 
-    def _begun(self) -> Any:
+    def _open_file(self) -> Any:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -86,13 +86,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, named like the run's folder; its own settings (WANDB_MODE, ...) hold as ever.
+    """A run of Weights & Biases, named like the run's folder; its own settings (WANDB_MODE, ...) apply as usual.
 
-    A run that is resumed goes on as the same one there.
+    A resumed run continues as the same run there.
     """
 
     def __init__(self, run: Run) -> None:
-        wandb = _imported("wandb", "wandb")
+        wandb = _import_tracker("wandb", "wandb")
         name = run.folder.resolve().name
         project = os.environ.get("WANDB_PROJECT", "podscale")
         identity = f"{name}-{run.recipe.digest()}"[-64:]
@@ -101,32 +101,32 @@ class WeightsAndBiases:
         )
 
     def write(self, event: Event) -> None:
-        if found := numbers(event):
-            self._run.log(found | {"epoch": event.epoch}, step=event.step)
+        if scalars := to_scalars(event):
+            self._run.log(scalars | {"epoch": event.epoch}, step=event.step)
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MLflow:
-    """A run of MLflow's experiment `podscale`; its own settings (MLFLOW_TRACKING_URI, ...) hold as ever."""
+    """A run of MLflow's experiment `podscale`; its own settings (MLFLOW_TRACKING_URI, ...) apply as usual."""
 
     def __init__(self, run: Run) -> None:
-        mlflow = _imported("mlflow", "mlflow")
+        mlflow = _import_tracker("mlflow", "mlflow")
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "podscale"))
         self._client: Any = mlflow.MlflowClient()
-        kept = run.folder / "mlflow-run"
-        if not kept.exists():
+        id_file = run.folder / "mlflow-run"
+        if not id_file.exists():
             experiment = mlflow.get_experiment_by_name(os.environ.get("MLFLOW_EXPERIMENT_NAME", "podscale"))
-            begun = self._client.create_run(experiment.experiment_id, run_name=run.folder.resolve().name)
-            kept.write_text(begun.info.run_id, encoding="utf-8")
+            created = self._client.create_run(experiment.experiment_id, run_name=run.folder.resolve().name)
+            id_file.write_text(created.info.run_id, encoding="utf-8")
             for section, fields in run.recipe.to_dict().items():
                 for field, value in fields.items():
-                    self._client.log_param(begun.info.run_id, f"{section}.{field}", value)
-        self._id = kept.read_text(encoding="utf-8")
+                    self._client.log_param(created.info.run_id, f"{section}.{field}", value)
+        self._id = id_file.read_text(encoding="utf-8")
 
     def write(self, event: Event) -> None:
-        for name, value in numbers(event).items():
+        for name, value in to_scalars(event).items():
             self._client.log_metric(self._id, name, value, step=event.step)
 
     def close(self) -> None:
@@ -138,24 +138,24 @@ TRACKERS: dict[str, Callable[[Run], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-ALWAYS = ("tensorboard",)
+DEFAULT_TRACKERS = ("tensorboard",)
 
 
-def check(names: Collection[str]) -> None:
-    """Refuses trackers that are not known."""
+def check_trackers(names: Collection[str]) -> None:
+    """Raise a `UserError` at the first unknown tracker."""
     for name in names:
         if name not in TRACKERS:
             raise UserError(f"there is no tracker {name!r}: {suggest_names(name, TRACKERS)}")
 
 
-def opened(run: Run, names: Collection[str]) -> list[Tracker]:
-    """The trackers that always are told, and those that are named."""
-    check(names)
-    with _refusing():
-        return [TRACKERS[name](run) for name in dict.fromkeys((*ALWAYS, *names))]
+def open_trackers(run: Run, names: Collection[str]) -> list[Tracker]:
+    """Open the default trackers and those that are named."""
+    check_trackers(names)
+    with _refuse_failed_start():
+        return [TRACKERS[name](run) for name in dict.fromkeys((*DEFAULT_TRACKERS, *names))]
 
 
-def _imported(module: str, package: str) -> Any:
+def _import_tracker(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -163,12 +163,12 @@ def _imported(module: str, package: str) -> Any:
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """A tracker that cannot begin ends the run before it does: better than a training that nobody sees."""
+def _refuse_failed_start() -> Iterator[None]:
+    """Raise a `UserError` if a tracker cannot start: better no run than one that nobody sees."""
     try:
         yield
     except (UserError, OSError):
         raise
-    except Exception as error:  # whatever a foreign library raises
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"a tracker could not be started: {why[:300]}") from error
+    except Exception as error:  # other libraries raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"a tracker could not be started: {reason[:300]}") from error
