@@ -1,0 +1,144 @@
+"""The setup of a run: when a model is fitted to the data, and which lanes are refused."""
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from rich.console import Console
+from training.test_loop import Mine, assert_identical, losses
+
+from podscale import pod as pods
+from podscale import recipe as recipes
+from podscale.config.options import Options
+from podscale.config.stop_condition import StopCondition
+from podscale.data import order
+from podscale.errors import UserError
+from podscale.models.functional import make_functional
+from podscale.models.weights.names import name_arrays
+from podscale.runs.folder import Run
+from podscale.training import loop
+from podscale.training.checkpoint import Checkpoints
+from podscale.training.setup import fit_model, has_fit, initialize, plan_recipe, prepare
+
+QUIET = Console(quiet=True)
+
+
+class Fitted(Mine):
+    """A model whose `fit` stores the images' mean in its head, and counts its calls."""
+
+    calls = 0
+
+    def fit(self, images):
+        type(self).calls += 1
+        self.head.bias[...] = self.head.bias[...] + float(images.mean()) + 1
+
+
+@pytest.fixture(autouse=True)
+def reset_calls():
+    Fitted.calls = 0
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    changes = {"train.epochs": 1, "train.eval_epochs": 0.5, "augment.mixup": 0.0}
+    return recipes.override_recipe(recipes.load_recipe("digits"), changes)
+
+
+@pytest.fixture(scope="module")
+def pod():
+    return pods.make_pod(jax.devices()[:1], "1x1")
+
+
+def make_model(kind=Fitted):
+    return kind(10, nnx.Rngs(0))
+
+
+def train(recipe, pod, folder, **more):
+    return loop.train(recipe, pod=pod, model=make_model(), folder=folder, console=QUIET, **more)
+
+
+def read_state(folder, recipe, pod):
+    setup = prepare(recipe, pod, model=make_model())
+    with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
+        return jax.device_get(checkpoints.restore(checkpoints.newest(), setup.state))
+
+
+# --- fit -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_does_not_fit_again_and_is_bit_identical(recipe, pod, tmp_path):
+    train(recipe, pod, tmp_path / "whole")
+    assert Fitted.calls == 1
+    train(recipe, pod, tmp_path / "stopped", until=StopCondition("accuracy", 0.0))
+    assert Fitted.calls == 2
+    assert Run.load(tmp_path / "stopped").summary()["steps"] == 6
+    train(recipe, pod, tmp_path / "stopped")
+    assert Fitted.calls == 2
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert_identical(*(read_state(tmp_path / name, recipe, pod) for name in ("stopped", "whole")))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves event loops open
+def test_a_run_whose_checkpoints_are_all_damaged_fits_again(recipe, pod, tmp_path):
+    train(recipe, pod, tmp_path / "whole")
+    train(recipe, pod, tmp_path / "damaged")
+    for checkpoint in (tmp_path / "damaged" / "checkpoints").iterdir():
+        (checkpoint / "_CHECKPOINT_METADATA").write_text("{")
+    train(recipe, pod, tmp_path / "damaged")
+    assert Fitted.calls == 3
+    assert losses(tmp_path / "damaged") == losses(tmp_path / "whole")
+
+
+def write_weights(path, classes=10):
+    """Write weights that fit the model, but for its head if the number of classes differs."""
+    _, params, stats = make_functional(Mine(classes, nnx.Rngs(7)))
+    safetensors.numpy.save_file({k: np.asarray(v) for k, v in name_arrays(params, stats).items()}, path)
+    return str(path)
+
+
+def test_initial_weights_that_replace_everything_make_fit_superfluous(recipe, pod, tmp_path):
+    weights = write_weights(tmp_path / "w.safetensors")
+    setup = prepare(recipe.override({"model.init": weights}), pod, model=make_model())
+    initialized, loaded = initialize(setup)
+    assert (loaded.reinitialized, Fitted.calls) == ([], 0)
+    np.testing.assert_array_equal(initialized.state.params["head"]["bias"], loaded.params["head"]["bias"])
+
+
+def test_a_head_that_keeps_its_random_initialization_is_fitted(recipe, pod, tmp_path):
+    weights = write_weights(tmp_path / "w.safetensors", classes=7)
+    setup = prepare(recipe.override({"model.init": weights}), pod, model=make_model())
+    initialized, loaded = initialize(setup)
+    assert loaded.reinitialized == ["head.bias", "head.kernel"]
+    fitted = fit_model(setup).state.params
+    assert not np.array_equal(fitted["head"]["bias"], setup.state.params["head"]["bias"])
+    np.testing.assert_array_equal(initialized.state.params["head"]["bias"], fitted["head"]["bias"])
+
+
+def test_no_array_is_read_to_see_whether_a_model_has_a_fit(recipe, pod):
+    for kind, expected in ((Mine, False), (Fitted, True)):
+        setup = prepare(recipe, pod, model=make_model(kind))
+        for leaf in jax.tree.leaves(setup.state):
+            leaf.delete()  # reading one now raises
+        assert has_fit(setup) == expected
+        if not expected:
+            assert fit_model(setup) is setup
+
+
+# --- lanes ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_planning_and_the_order_refuse_the_same_lanes_with_the_same_message(recipe, pod):
+    recipe = recipe.override({"data.lanes": 128})
+    batch, seed = recipe.batch.size, recipe.train.seed
+    messages = set()
+    for build in (
+        lambda: prepare(recipe, pod),
+        lambda: plan_recipe(recipe, pod, Options()),
+        lambda: order.Order(1437, 128, batch, seed),
+        lambda: order.check_lanes(1437, 128, batch),
+    ):
+        with pytest.raises(UserError, match=r"fewer than 500 of 1437") as error:
+            build()
+        messages.add(str(error.value))
+    assert len(messages) == 1
