@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 import podscale
-from podscale.data.tools.survey import survey
+from podscale.data.tools.survey import survey_data_set
 from podscale.planner import samples
 
 
@@ -33,14 +33,14 @@ def made_up(folder: Path) -> Path:
 
 
 def main(photos: Path) -> None:
-    found = survey(str(photos))
+    found = survey_data_set(str(photos))
     print(f"{found['splits']['train']['pictures']} pictures to learn from, of {', '.join(found['classes'])}")
 
     small = {"data.path": str(photos), "data.image_size": 32, "model.name": "resnet8", "model.stem": "small"}
     small |= {"model.width": 16, "model.precision": "float32", "batch.size": 20, "batch.span": 20}
     small |= {"train.epochs": 24, "train.eval_epochs": 8, "schedule.scale_batch": 0}
     recipe = podscale.load_recipe("imagefolder").override(small)
-    samples.write(recipe, Path("samples.png"), count=20)  # what the model will see
+    samples.write_sheet(recipe, Path("samples.png"), count=20)  # what the model will see
 
     summary = podscale.train(recipe, pod=podscale.find_pod(virtual="1x1"), folder="runs/photos")
     print(f"{summary['accuracy']:.1%} right; see {summary['run']}/report.html")

@@ -1,4 +1,4 @@
-"""Damaged files of every kind that is read: refused in words or harmless, in bounded memory and time."""
+"""Damaged files of every kind that is read are refused or harmless, in bounded memory and time."""
 
 import random
 import signal
@@ -12,54 +12,54 @@ from faults import fuzz
 FUZZ = Path(fuzz.__file__)
 
 
-def fuzzed(cases, timeout_s):
-    done = subprocess.run(
+def run_fuzzer(cases, timeout_s):
+    process = subprocess.run(
         [sys.executable, str(FUZZ), "--cases", str(cases)],
         capture_output=True,
         text=True,
         check=False,
         timeout=timeout_s,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr[-3000:]
+    return [line.partition(":")[0] for line in process.stdout.splitlines()]
 
 
 def test_thousands_of_damaged_files_are_refused_or_harmless():
-    assert fuzzed(2000, 600) == list(fuzz.TARGETS)
+    assert run_fuzzer(2000, 600) == list(fuzz.TARGETS)
 
 
 @pytest.mark.slow
 def test_a_hundred_thousand_damaged_files_are_refused_or_harmless():
-    assert fuzzed(100_000, 7200) == list(fuzz.TARGETS)
+    assert run_fuzzer(100_000, 7200) == list(fuzz.TARGETS)
 
 
-def test_the_fuzzer_damages_nearly_everything_and_the_same_each_time():
+def test_the_fuzzer_changes_nearly_every_seed_and_is_deterministic():
     seeds = [bytes(range(200)), b"abc" * 50]
-    first = [fuzz.harmed(seeds, random.Random(n)) for n in range(200)]
-    assert first == [fuzz.harmed(seeds, random.Random(n)) for n in range(200)]
+    first = [fuzz.damage_seed(seeds, random.Random(n)) for n in range(200)]
+    assert first == [fuzz.damage_seed(seeds, random.Random(n)) for n in range(200)]
     assert sum(data not in seeds for data in first) > 190
     assert len(set(first)) > 190
 
 
-def test_the_fuzzer_finds_what_is_no_refusal(monkeypatch, tmp_path):
-    """An exception that is no sentence for the user, and a case that does not end."""
+def test_the_fuzzer_reports_other_exceptions_and_timeouts(monkeypatch, tmp_path):
+    """An exception other than `UserError`, and a case that does not end, are failures."""
 
-    def broken(data):
+    def read_broken(data):
         if not data:
             while True:
                 pass
         raise KeyError("oops")
 
     monkeypatch.setattr(fuzz.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setitem(fuzz.TARGETS, "broken", (broken, lambda: [b"x"], 1))
-    with pytest.raises(fuzz.FoundError, match="broken: KeyError: 'oops'"):
-        fuzz.tried("broken", b"abc")
+    monkeypatch.setitem(fuzz.TARGETS, "broken", (read_broken, lambda: [b"x"], 1))
+    with pytest.raises(fuzz.TargetError, match="broken: KeyError: 'oops'"):
+        fuzz.run_case("broken", b"abc")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"abc"]
-    monkeypatch.setattr(fuzz, "MOST_S", 0.3)
-    before = signal.signal(signal.SIGPROF, fuzz._too_slow)
+    monkeypatch.setattr(fuzz, "MAX_S", 0.3)
+    before = signal.signal(signal.SIGPROF, fuzz._raise_timeout)
     try:
-        with pytest.raises(fuzz.FoundError, match="of work, or"):
-            fuzz.tried("broken", b"")
+        with pytest.raises(fuzz.TargetError, match="of work, or"):
+            fuzz.run_case("broken", b"")
     finally:
         signal.signal(signal.SIGPROF, before)
 
@@ -76,6 +76,6 @@ def test_the_fuzzer_finds_what_is_no_refusal(monkeypatch, tmp_path):
         "[data]\nsource = 0x" + "f" * 5000,
     ],
 )
-def test_recipes_of_great_depth_or_length_are_refused(text):
+def test_very_deep_or_long_recipes_are_refused(text):
     with pytest.raises(fuzz.UserError):
-        fuzz.recipes.parse(text)
+        fuzz.recipes.parse_recipe(text)

@@ -1,4 +1,4 @@
-"""The sheet of samples: what is drawn is what the training step gets."""
+"""The sheet of samples shows what the training step gets."""
 
 import jax
 import jax.numpy as jnp
@@ -22,52 +22,54 @@ MIXED = {"augment.mixup": 0.3, "augment.erase": 0.5, "batch.size": 32, "batch.sp
 
 @pytest.mark.parametrize("step", [0, 50])
 @pytest.mark.parametrize("shape", ["1x1", "2x2"])
-def test_the_samples_are_those_of_the_batch_that_training_gets(step, shape):
-    recipe = recipes.override(recipes.load("digits"), MIXED)
+def test_the_sheet_has_the_samples_of_the_training_batch(step, shape):
+    recipe = recipes.override_recipe(recipes.load_recipe("digits"), MIXED)
     data = open_index(recipe.data)
-    pod = pods.find(virtual=shape)
+    pod = pods.find_pod(virtual=shape)
     plan = plans.make_plan(recipe, pod, Counts(len(data.train), len(data.val), 10), Options())
     mesh = pod.mesh(plan.tile)
-    with loader.train_batches(data.train, plan, [range(step, step + 1)], pods.batch_sharding(mesh, axis=2)) as batches:
+    with loader.load_train_batches(
+        data.train, plan, [range(step, step + 1)], pods.make_batch_sharding(mesh, axis=2)
+    ) as batches:
         batch = next(batches)
     images, labels = jax.device_get((batch.images[0, 0], batch.labels[0, 0]))
-    expected, targets = augment.prepare(recipe, images, labels, jnp.int32(step), jnp.arange(32), 10)
+    expected, targets = augment.prepare_batch(recipe, images, labels, jnp.int32(step), jnp.arange(32), 10)
     expected = np.asarray(expected) * np.array(recipe.data.std) + np.array(recipe.data.mean)
-    pixels, found = samples.training(recipe, data, step, 11)
+    pixels, soft_labels = samples.load_training_samples(recipe, data, step, 11)
     assert np.abs(pixels - (expected[:11] * 255).clip(0, 255)).max() <= 0.5 + 1e-3
-    np.testing.assert_allclose(found, targets[:11], atol=1e-6)
+    np.testing.assert_allclose(soft_labels, targets[:11], atol=1e-6)
 
 
-def test_the_sheet_holds_every_picture_and_its_name(tmp_path):
-    recipe = recipes.load("digits")
-    found = samples.write(recipe, tmp_path / "sheet.png", count=10)
-    pixels, targets = samples.training(recipe, open_index(recipe.data), 0, 10)
-    assert found["captions"] == [str(np.argmax(target)) for target in targets]
-    drawn = np.asarray(Image.open(tmp_path / "sheet.png"))
+def test_the_sheet_holds_every_image_and_its_caption(tmp_path):
+    recipe = recipes.load_recipe("digits")
+    summary = samples.write_sheet(recipe, tmp_path / "sheet.png", count=10)
+    pixels, targets = samples.load_training_samples(recipe, open_index(recipe.data), 0, 10)
+    assert summary["captions"] == [str(np.argmax(target)) for target in targets]
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     side = 96
     assert np.array_equal(
-        drawn[samples.GAP : samples.GAP + side : 12, samples.GAP : samples.GAP + side : 12], pixels[0]
+        sheet[samples.GAP : samples.GAP + side : 12, samples.GAP : samples.GAP + side : 12], pixels[0]
     )
 
 
-def test_mixed_pictures_name_both_classes():
+def test_captions_of_mixed_images_name_both_classes():
     target = np.full(10, 0.01)
     target[3], target[7] = 0.7, 0.22
     names = tuple("abcdefghij")
-    assert samples._caption(target, names, 0.1) == "70% d + 22% h"
-    assert samples._caption(np.eye(10)[4] * 0.9 + 0.01, names, 0.1) == "e"
-    assert samples._caption(np.array([0.95, 0.05]), ("cat", "dog"), 0.1) == "cat"
-    assert samples._caption(np.array([0.95, 0.05]), ("cat", "dog"), 0.0) == "95% cat + 5% dog"
+    assert samples._make_caption(target, names, 0.1) == "70% d + 22% h"
+    assert samples._make_caption(np.eye(10)[4] * 0.9 + 0.01, names, 0.1) == "e"
+    assert samples._make_caption(np.array([0.95, 0.05]), ("cat", "dog"), 0.1) == "cat"
+    assert samples._make_caption(np.array([0.95, 0.05]), ("cat", "dog"), 0.0) == "95% cat + 5% dog"
 
 
-def test_validation_is_shown_as_evaluation_sees_it(tmp_path):
-    recipe = recipes.load("digits")
-    found = samples.write(recipe, tmp_path / "val.png", "val", 5)
-    assert found["told"] == "5 of 360 validation samples, as the model sees them"
+def test_validation_samples_are_drawn_as_evaluation_sees_them(tmp_path):
+    recipe = recipes.load_recipe("digits")
+    summary = samples.write_sheet(recipe, tmp_path / "val.png", "val", 5)
+    assert summary["told"] == "5 of 360 validation samples, as the model sees them"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"path": "sheet.jpg"}, "must end in .png"),
         ({"count": 0}, "--images must be 1 to 1024"),
@@ -75,12 +77,12 @@ def test_validation_is_shown_as_evaluation_sees_it(tmp_path):
         ({"path": "nowhere/sheet.png"}, "choose another file with --to"),
     ],
 )
-def test_impossible_sheets_are_refused(tmp_path, arguments, words):
+def test_invalid_arguments_are_refused(tmp_path, arguments, message):
     path = tmp_path / arguments.pop("path", "sheet.png")
-    with pytest.raises(UserError, match=words):
-        samples.write(recipes.load("digits"), path, **arguments)
+    with pytest.raises(UserError, match=message):
+        samples.write_sheet(recipes.load_recipe("digits"), path, **arguments)
 
 
-def test_data_that_is_not_named_is_asked_for(tmp_path):
+def test_a_missing_data_path_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"name the data with --data\.path"):
-        samples.write(recipes.load("imagefolder"), tmp_path / "a.png")
+        samples.write_sheet(recipes.load_recipe("imagefolder"), tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""`data check`: real files of every kind of trouble, loose and in shards, each named as what it is."""
+"""`data check`: real files with every kind of problem, loose and in shards, each reported as its kind."""
 
 import io
 import json
@@ -12,148 +12,151 @@ from support import writers
 
 from podscale.cli.main import main
 from podscale.data import decode
-from podscale.data.tools.check import check, format_of
+from podscale.data.tools.check import check_data_set, detect_format
 from podscale.errors import UserError
 
 
-def found_in(root, **more):
-    found = check(str(root), **more)
-    assert found["clean"] == (not found["findings"])
-    return {(one["kind"], one["name"].rpartition("/")[2]) for one in found["findings"]}
+def find_problems(root, **options):
+    """Return (kind, base name) of every problem."""
+    summary = check_data_set(str(root), **options)
+    assert summary["clean"] == (not summary["findings"])
+    return {(problem["kind"], problem["name"].rpartition("/")[2]) for problem in summary["findings"]}
 
 
 @pytest.fixture
 def photos(tmp_path):
-    """A folder in which nothing is wrong."""
+    """An image folder without problems."""
     for split in writers.SPLITS:
-        for label, name, data in writers.samples(split):
-            place = tmp_path / split / writers.CLASSES[label] / f"{split}{label}{name}"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
+        for label, name, data in writers.make_samples(split):
+            path = tmp_path / split / writers.CLASSES[label] / f"{split}{label}{name}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
     return tmp_path
 
 
-def bomb():
-    """A PNG of 50 bytes that asks for 400 gigapixels."""
+def make_bomb():
+    """Return a PNG of 50 bytes that asks for 400 gigapixels."""
 
-    def chunk(kind, data):
+    def encode_chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", 2**21, 2**21 // 10, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + encode_chunk(b"IHDR", header) + encode_chunk(b"IDAT", b"") + encode_chunk(b"IEND", b"")
+    )
 
 
-def test_a_clean_folder_is_clean_by_either_decoder(photos, monkeypatch):
-    assert found_in(photos) == set()
+def test_an_intact_folder_is_clean_with_either_decoder(photos, monkeypatch):
+    assert find_problems(photos) == set()
     monkeypatch.setenv("PODSCALE_DECODER", "plain")
-    assert found_in(photos) == set()
+    assert find_problems(photos) == set()
 
 
-def test_every_kind_of_trouble_is_named_as_what_it_is(photos):
+def test_every_kind_of_problem_is_reported_as_its_kind(photos):
     bees, cats = photos / "train" / "bee", photos / "val" / "cat"
-    whole = writers.picture(77)
-    troubles = {
+    intact = writers.make_image(77)
+    problems = {
         bees / "empty.jpg": ("empty", b""),
-        bees / "cut.jpg": ("corrupt", whole[: len(whole) * 2 // 3]),
+        bees / "cut.jpg": ("corrupt", intact[: len(intact) * 2 // 3]),
         bees / "text.png": ("corrupt", b"<html>not found</html>"),
-        bees / "bomb.png": ("huge", bomb()),
-        cats / "other.jpg": ("mislabelled", writers.picture(78, "png")),
+        bees / "bomb.png": ("huge", make_bomb()),
+        cats / "other.jpg": ("mislabelled", writers.make_image(78, "png")),
         cats / "leak.jpg": ("in both splits", (photos / "train" / "cat" / "train200.jpg").read_bytes()),
         bees / "label.jpg": ("two labels", (photos / "train" / "ant" / "train000.jpg").read_bytes()),
         cats / "copy.jpg": ("twice", (cats / "val200.jpg").read_bytes()),
     }
-    for path, (_, data) in troubles.items():
+    for path, (_, data) in problems.items():
         path.write_bytes(data)
     copies = {"leak.jpg", "label.jpg", "copy.jpg"}
-    found = found_in(photos)
-    expected = {(kind, path.name) for path, (kind, _) in troubles.items()}
-    # Which of two copies is told as the second one depends on their names alone.
-    assert {one for one in found if one[1] not in copies} >= {one for one in expected if one[1] not in copies}
-    assert sorted(kind for kind, _ in found) == sorted(kind for kind, _ in expected)
+    reported = find_problems(photos)
+    expected = {(kind, path.name) for path, (kind, _) in problems.items()}
+    # Which of two copies is reported as the second depends on their names alone.
+    assert {item for item in reported if item[1] not in copies} >= {item for item in expected if item[1] not in copies}
+    assert sorted(kind for kind, _ in reported) == sorted(kind for kind, _ in expected)
 
 
-def test_a_third_copy_is_told_too(photos):
+def test_a_third_copy_is_reported_too(photos):
     original = photos / "train" / "ant" / "train000.jpg"
     for name in ("x.jpg", "y.jpg"):
         (photos / "train" / "ant" / name).write_bytes(original.read_bytes())
-    findings = check(str(photos))["findings"]
-    assert [(one["kind"], str(original) in one["why"]) for one in findings] == [("twice", True)] * 2
+    findings = check_data_set(str(photos))["findings"]
+    assert [(problem["kind"], str(original) in problem["why"]) for problem in findings] == [("twice", True)] * 2
 
 
-def test_a_class_folder_without_pictures_is_told_and_the_rest_is_looked_at(photos):
+def test_an_empty_class_folder_is_reported_and_the_others_are_checked(photos):
     for split in writers.SPLITS:
         (photos / split / "dog").mkdir()
     (photos / "train" / "ant" / "empty.png").touch()
-    assert found_in(photos) == {("unreadable", "dog"), ("empty", "empty.png")}
+    assert find_problems(photos) == {("unreadable", "dog"), ("empty", "empty.png")}
 
 
-def test_classes_far_apart_in_size_are_told_but_not_wrong(photos):
+def test_uneven_classes_are_reported_but_are_no_problem(photos):
     for i in range(60):
-        (photos / "train" / "bee" / f"more{i}.png").write_bytes(writers.picture(5000 + i, "png"))
-    found = check(str(photos))
-    assert found["clean"]
-    assert found["classes"]["train"] == {"fewest": ["ant", 4], "most": ["bee", 64], "uneven": True}
-    assert not found["classes"]["val"]["uneven"]
+        (photos / "train" / "bee" / f"more{i}.png").write_bytes(writers.make_image(5000 + i, "png"))
+    summary = check_data_set(str(photos))
+    assert summary["clean"]
+    assert summary["classes"]["train"] == {"fewest": ["ant", 4], "most": ["bee", 64], "uneven": True}
+    assert not summary["classes"]["val"]["uneven"]
 
 
-def test_pictures_in_tars_and_records_are_looked_at_where_they_are(tmp_path):
+def test_images_in_tars_and_records_are_checked_in_place(tmp_path):
     for kind, write in (("tar", writers.write_tar), ("tfrecord", writers.write_tfrecord)):
         root = tmp_path / kind
         root.mkdir()
         write(root)
-        assert check(str(root))["clean"]
+        assert check_data_set(str(root))["clean"]
         shard = sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size > 3000)[0]
         data = bytearray(shard.read_bytes())
         at = data.index(b"\xff\xd8\xff") + 3
         data[at : at + 60] = bytes(60)
         shard.write_bytes(data)
-        (found,) = check(str(root))["findings"]
-        assert found["kind"] == "corrupt"
-        assert str(shard) in found["name"]
+        (problem,) = check_data_set(str(root))["findings"]
+        assert problem["kind"] == "corrupt"
+        assert str(shard) in problem["name"]
 
 
-def test_a_shard_that_is_cut_off_is_told(tmp_path):
-    """With it go some classes of the split, so that nothing can be said of the rest."""
+def test_a_truncated_shard_is_reported(tmp_path):
+    """Some classes of the split are lost with it, so the other samples cannot be checked."""
     writers.write_tar(tmp_path)
     shard = sorted(tmp_path.rglob("train*.tar"))[0]
     shard.write_bytes(shard.read_bytes()[:700])
     with pytest.raises(UserError, match=f"cannot read {shard}"):
-        check(str(tmp_path))
+        check_data_set(str(tmp_path))
 
 
-def test_the_command_says_it_in_words_in_json_and_by_its_exit_code(photos, capfd):
-    assert main.main(["data", "check", str(photos)]) == 0
+def test_the_command_reports_problems_as_text_as_json_and_by_its_exit_code(photos, capfd):
+    assert main(["data", "check", str(photos)]) == 0
     assert "nothing wrong" in capfd.readouterr().out
     (photos / "train" / "ant" / "empty.png").touch()
-    assert main.main(["data", "check", str(photos)]) == 1
-    said = capfd.readouterr().out
-    assert "empty: 1" in said
-    assert "empty.png has no bytes; replace or remove it" in " ".join(said.split())
-    assert main.main(["data", "check", str(photos), "--json"]) == 1
-    found = json.loads(capfd.readouterr().out)
-    assert found["counts"] == {"empty": 1}
-    assert found["pictures"] == {"train": 13, "val": 6}
-    assert main.main(["data", "check", str(photos / "nowhere")]) == 2
+    assert main(["data", "check", str(photos)]) == 1
+    output = capfd.readouterr().out
+    assert "empty: 1" in output
+    assert "empty.png has no bytes; replace or remove it" in " ".join(output.split())
+    assert main(["data", "check", str(photos), "--json"]) == 1
+    summary = json.loads(capfd.readouterr().out)
+    assert summary["counts"] == {"empty": 1}
+    assert summary["pictures"] == {"train": 13, "val": 6}
+    assert main(["data", "check", str(photos / "nowhere")]) == 2
 
 
-def test_everything_is_told_of_while_it_goes_on(photos):
-    told = []
-    check(str(photos), progress=lambda *what: told.append(what))
-    assert told[-1] == ("checking pictures", 18, 18)
+def test_progress_counts_to_the_end(photos):
+    calls = []
+    check_data_set(str(photos), progress=lambda *arguments: calls.append(arguments))
+    assert calls[-1] == ("checking images", 18, 18)
 
 
-def test_a_format_is_told_by_content():
+def test_the_format_is_detected_from_the_content():
     for extension, name in (("jpg", "JPEG"), ("png", "PNG"), ("webp", "WebP")):
-        assert format_of(writers.picture(1, extension)) == name
-    held = io.BytesIO()
-    Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(held, "PPM")
-    assert format_of(held.getvalue()) == "PPM"
-    assert format_of(b"GIF89a") == "unknown"
+        assert detect_format(writers.make_image(1, extension)) == name
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(file, "PPM")
+    assert detect_format(file.getvalue()) == "PPM"
+    assert detect_format(b"GIF89a") == "unknown"
 
 
-def test_too_many_pixels_are_an_error_of_their_own():
+def test_too_many_pixels_raise_their_own_error():
     with pytest.raises(decode.TooLargeError, match="more than 268435456"):
-        decode.decode(bomb())
+        decode.decode_image(make_bomb())
     with pytest.raises(UserError) as refusal:
-        decode.decode(b"nothing")
+        decode.decode_image(b"nothing")
     assert not isinstance(refusal.value, decode.TooLargeError)

@@ -1,7 +1,7 @@
-"""Target: the folder that a data set is prepared in, and how. `prepare.json` there says which shards of it are whole.
+"""The folder that a data set is prepared into, and its settings. Its `prepare.json` lists the complete shards.
 
-A folder has one source and one way of preparing it, for good; whatever else it is asked to hold is refused. Only one
-process at a time writes in it.
+A folder has one source and one set of settings that never change; anything else is refused. Only one process at a time
+writes into it.
 """
 
 import fcntl
@@ -18,19 +18,19 @@ from typing import Any
 
 from podscale.data.index import catalog
 from podscale.data.index.table import SPLITS
-from podscale.data.tools.shards import Shard, writing
+from podscale.data.tools.shards import Shard, explain_write_errors
 from podscale.errors import UserError
 from podscale.storage.files import write_atomically
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What becomes of the pictures. Without any of it, JPEGs are tiled without loss."""
+    """How images are prepared. By default, JPEGs are tiled without loss."""
 
-    longest: int | None = None  # pixels of the longer side at most
-    quality: int | None = None  # every picture is encoded again; None: only those that are shrunk, by QUALITY
-    subsampling: str | None = None  # of what is encoded: 420 (the default) or 444
-    raw: bool = False  # pixels, not encoded
+    longest: int | None = None  # maximum pixels of the longer side
+    quality: int | None = None  # every image is encoded again; None: only those that are shrunk, with QUALITY
+    subsampling: str | None = None  # of images that are encoded: 420 (the default) or 444
+    raw: bool = False  # store pixels, not encoded
     shard_mib: int = 256
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Settings:
         for name, most in limits.items():
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
-                raise UserError(f"{_option(name)} is {value}; it must be from 1 to {most}")
+                raise UserError(f"{_format_option(name)} is {value}; it must be from 1 to {most}")
         if self.subsampling not in (None, "420", "444"):
             raise UserError(f"--subsampling is {self.subsampling}; it must be 420 or 444")
         if self.raw and (self.quality is not None or self.subsampling is not None):
@@ -49,20 +49,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Target:
-    """A folder, what it is prepared from and how, and its shards that are whole."""
+    """A folder, its source and settings, and its complete shards."""
 
     folder: Path
     settings: Settings
-    source: str = ""  # the digest of its index; empty before it is known
-    whole: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    source: str = ""  # digest of the source's index; empty before it is known
+    finished_shards: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     finished: bool = False
 
     @classmethod
     def open(cls, folder: Path, settings: Settings) -> "Target":
-        """A folder as it was left, or a new one; refuses a folder that holds anything else."""
+        """Return the state of a folder that was prepared before, or of a new one; refuse any other folder."""
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; name a folder to prepare into")
-        path = folder / catalog.PREPARED
+        path = folder / catalog.JOURNAL_FILE
         if not path.exists():
             if folder.exists() and any(entry.suffix != ".part" for entry in folder.iterdir()):
                 raise UserError(f"{folder} is not empty and holds nothing that was prepared; name another folder")
@@ -70,56 +70,59 @@ class Target:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             before = Settings(**content["settings"])
-            whole = {split: [dict(_checked(shard)) for shard in content["shards"][split]] for split in SPLITS}
-            target = cls(folder, before, str(content["source"]), whole, bool(content["finished"]))
+            shards = {split: [dict(_check_shard(shard)) for shard in content["shards"][split]] for split in SPLITS}
+            target = cls(folder, before, str(content["source"]), shards, bool(content["finished"]))
         except (ValueError, TypeError, KeyError, AttributeError, UserError):
             raise UserError(f"{path} is damaged; remove the folder {folder} and prepare it again") from None
         if before != settings:
-            told = ", ".join(_differences(before, settings))
-            raise UserError(f"{folder} was begun with other settings ({told}); repeat those or name another folder")
+            differences = ", ".join(_describe_differences(before, settings))
+            raise UserError(
+                f"{folder} was begun with other settings ({differences}); repeat those or name another folder"
+            )
         return target
 
-    def begun(self, source: str) -> "Target":
-        """The same, of this source, and without the shards that are gone since."""
+    def start(self, source: str) -> "Target":
+        """Return this target for a source, without shards that were lost since; remove shards that are not listed."""
         if self.source not in ("", source):
             raise UserError(f"{self.folder} was begun from other data, or it has changed since; name another folder")
-        kept = {split: list(takewhile(self._is_there, self.whole[split])) for split in SPLITS}
-        names = {shard["name"] for split in SPLITS for shard in kept[split]}
+        intact = {split: list(takewhile(self._is_intact, self.finished_shards[split])) for split in SPLITS}
+        names = {shard["name"] for split in SPLITS for shard in intact[split]}
         for split in SPLITS:
             for path in self.folder.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].tar"):
-                if path.name not in names:  # killed before it was noted down, or what is before it is gone
+                if path.name not in names:  # killed before it was listed, or a shard before it is lost
                     path.unlink()
-        same = kept == self.whole and (self.folder / catalog.BESIDE).is_file()
-        target = replace(self, source=source, whole=kept, finished=self.finished and same)
+        unchanged = intact == self.finished_shards and (self.folder / catalog.INDEX_FILE).is_file()
+        target = replace(self, source=source, finished_shards=intact, finished=self.finished and unchanged)
         if target != self:
             target._save()
         return target
 
-    def add(self, split: str, shard: Shard, how: Counter[str]) -> None:
-        """Notes that a shard is whole."""
-        noted = {
+    def add(self, split: str, shard: Shard, methods: Counter[str]) -> None:
+        """Record that a shard is complete."""
+        entry = {
             "name": shard.path.name,
             "samples": shard.samples,
             "bytes": shard.bytes,
-            "how": dict(sorted(how.items())),
+            "how": dict(sorted(methods.items())),
         }
-        self.whole[split].append(noted)
+        self.finished_shards[split].append(entry)
         self._save()
 
     def finish(self) -> "Target":
-        """Notes that nothing is left to do."""
+        """Record that the data set is complete."""
         target = replace(self, finished=True)
         target._save()
         return target
 
-    def shards(self, split: str) -> int:
-        return len(self.whole[split])
+    def count_shards(self, split: str) -> int:
+        """Return the number of complete shards."""
+        return len(self.finished_shards[split])
 
-    def samples(self, split: str) -> int:
-        """How many samples the whole shards hold."""
-        return sum(shard["samples"] for shard in self.whole[split])
+    def count_samples(self, split: str) -> int:
+        """Return the number of samples in the complete shards."""
+        return sum(shard["samples"] for shard in self.finished_shards[split])
 
-    def _is_there(self, shard: dict[str, Any]) -> bool:
+    def _is_intact(self, shard: dict[str, Any]) -> bool:
         path = self.folder / shard["name"]
         return path.is_file() and path.stat().st_size == shard["bytes"]
 
@@ -128,41 +131,41 @@ class Target:
             "settings": asdict(self.settings),
             "source": self.source,
             "finished": self.finished,
-            "shards": self.whole,
+            "shards": self.finished_shards,
         }
-        with writing(self.folder / catalog.PREPARED):
-            write_atomically(self.folder / catalog.PREPARED, json.dumps(content, indent=1))
+        with explain_write_errors(self.folder / catalog.JOURNAL_FILE):
+            write_atomically(self.folder / catalog.JOURNAL_FILE, json.dumps(content, indent=1))
 
 
-def _checked(shard: dict[str, Any]) -> dict[str, Any]:
-    """A line about a shard that says what it should."""
+def _check_shard(shard: dict[str, Any]) -> dict[str, Any]:
+    """Return a shard's entry in `prepare.json` if it is valid."""
     if not re.fullmatch(r"(train|val)-[0-9]{5}\.tar", shard["name"]):
-        raise ValueError("no name of a shard")
+        raise ValueError("not the name of a shard")
     if not all(type(shard[key]) is int and shard[key] > 0 for key in ("samples", "bytes")):
-        raise ValueError("numbers that count nothing")
+        raise ValueError("counts that are not positive whole numbers")
     if not all(type(count) is int for count in shard["how"].values()):
-        raise ValueError("numbers that count nothing")
+        raise ValueError("counts that are not positive whole numbers")
     return shard
 
 
-def _differences(before: Settings, now: Settings) -> Iterator[str]:
-    """What differs, in words: "--longest 500, now 400"."""
+def _describe_differences(before: Settings, now: Settings) -> Iterator[str]:
+    """Yield each difference as text: "--longest 500, now 400"."""
     for name, value in asdict(before).items():
         new = getattr(now, name)
         if new != value:
-            yield f"{_option(name)} {_said(value)}, now {_said(new)}"
+            yield f"{_format_option(name)} {_format_value(value)}, now {_format_value(new)}"
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not given" if value is None or value is False else "given" if value is True else str(value)
 
 
-def _option(name: str) -> str:
+def _format_option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def check_apart(source: Path, target: Path) -> None:
-    """Refuses to write where it is read from."""
+def check_disjoint(source: Path, target: Path) -> None:
+    """Refuse a target that is the source, is inside it, or contains it."""
     here, there = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if here == there:
         raise UserError(f"{target} is the source itself; name another folder to prepare into")
@@ -172,8 +175,8 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for this process alone."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Create the folder if needed, and lock it for this process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
