@@ -1,4 +1,4 @@
-"""`python -m podscale` is the command line."""
+"""Run the command line: `python -m podscale`."""
 
 from podscale.cli.main import run
 

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: `main` runs a command, `parser` defines them, `commands` carries them out."""

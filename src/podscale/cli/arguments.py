@@ -1,4 +1,7 @@
-"""The verbs: what each command does with its arguments, and what it says. JAX is imported only where it is needed."""
+"""Turn parsed arguments into values: recipe, options, pod and console.
+
+JAX is imported only in `read_pod`, so that `--help` and mistakes in a command stay fast.
+"""
 
 import argparse
 import sys
@@ -10,46 +13,48 @@ from podscale.config.fields import replace_fields
 from podscale.config.options import Options, PodOptions
 from podscale.recipe import SECTIONS, Recipe
 
-# --- from arguments to values ------------------------------------------------------------------------------------
-
-
-def given_fields(arguments: argparse.Namespace, sections: Any) -> dict[str, str]:
-    return {k: v for k, v in vars(arguments).items() if k.partition(".")[0] in sections and "." in k}
-
 
 def read_recipe(arguments: argparse.Namespace) -> Recipe:
-    return recipes.override(recipes.load(arguments.recipe), given_fields(arguments, SECTIONS))
-
-
-def _section(arguments: argparse.Namespace, name: str) -> dict[str, str]:
-    return {k.partition(".")[2]: v for k, v in given_fields(arguments, (name,)).items()}
+    """Return the named recipe with the fields that the command line sets."""
+    return recipes.override_recipe(recipes.load_recipe(arguments.recipe), collect_fields(arguments, SECTIONS))
 
 
 def read_options(arguments: argparse.Namespace) -> Options:
-    return replace_fields(Options(), "plan", _section(arguments, "plan"))
+    """Return the machine options (`--plan.*`)."""
+    return replace_fields(Options(), "plan", _collect_section(arguments, "plan"))
 
 
 def read_pod(arguments: argparse.Namespace) -> Any:
+    """Join the other processes, if there are any, and return the pod (`--pod.*`)."""
     from podscale import pod
     from podscale.processes import abort_message, group
 
-    options = replace_fields(PodOptions(), "pod", _section(arguments, "pod"))
+    options = replace_fields(PodOptions(), "pod", _collect_section(arguments, "pod"))
     group.join(arguments.coordinator, arguments.processes, arguments.process, options.heartbeat_s)
-    abort_message.install(*group.rank_and_size())
-    return pod.find(options.shape, options.virtual, options.cores)
+    abort_message.install(*group.get_rank_and_size())
+    return pod.find_pod(options.shape, options.virtual, options.cores)
+
+
+def collect_fields(arguments: argparse.Namespace, sections: Any) -> dict[str, str]:
+    """Return the fields of these sections that the command line sets, as {"section.field": text}."""
+    return {k: v for k, v in vars(arguments).items() if k.partition(".")[0] in sections and "." in k}
+
+
+def _collect_section(arguments: argparse.Namespace, name: str) -> dict[str, str]:
+    return {k.partition(".")[2]: v for k, v in collect_fields(arguments, (name,)).items()}
 
 
 def make_console(arguments: argparse.Namespace) -> Any:
-    """Where people are told of things."""
+    """Return the console for output that people read; quiet in all processes but the main one."""
     from rich.console import Console
 
-    # With --json, stdout carries the one JSON object and everything for people goes to stderr.
+    # With --json, stdout carries one JSON object only, and everything else goes to stderr.
     stream = SafeStream(sys.stderr if arguments.json else sys.stdout)
     return Console(file=cast(TextIO, stream), soft_wrap=True, quiet=not is_main_process())
 
 
 def is_main_process() -> bool:
-    """Whether this process talks to people: of several that have joined, only the first does."""
+    """Return whether this is process 0, without importing JAX in a process that has not joined others."""
     if "jax" not in sys.modules:
         return True
     from podscale.processes.group import is_main_process

@@ -1,7 +1,7 @@
-"""Shell completion: what may come next on a command line, from the parser itself, so that it cannot be out of date.
+"""Complete command lines in a shell, from the parser itself, so that completions cannot be out of date.
 
-`podscale completion bash` prints a few lines for the shell, which ask `podscale complete WORD...` at every press of the
-tab key. The answer is one candidate a line; a line that is only `FILES` lets the shell complete paths.
+`podscale completion bash` prints a few lines for the shell, which run `podscale complete WORD...` when the tab key is
+pressed. It prints one candidate per line; a single line `FILES` makes the shell complete paths.
 """
 
 import argparse
@@ -18,13 +18,13 @@ SCRIPTS = {
     "bash": """\
 # podscale: put this line into ~/.bashrc:  source <(podscale completion bash)
 _podscale() {
-    local IFS=$'\\n' found
-    found=$(podscale complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
-    if [ "$found" = FILES ]; then
+    local IFS=$'\\n' candidates
+    candidates=$(podscale complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+    if [ "$candidates" = FILES ]; then
         compopt -o default
         COMPREPLY=()
     else
-        COMPREPLY=($found)
+        COMPREPLY=($candidates)
     fi
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=/}
@@ -33,79 +33,79 @@ complete -F _podscale podscale
     "zsh": """\
 # podscale: put this line into ~/.zshrc, after compinit:  source <(podscale completion zsh)
 _podscale() {
-    local -a found
-    found=("${(@f)$(podscale complete "${words[@]:1:$((CURRENT - 1))}" 2>/dev/null)}")
-    if [[ "$found" == FILES ]]; then
+    local -a candidates
+    candidates=("${(@f)$(podscale complete "${words[@]:1:$((CURRENT - 1))}" 2>/dev/null)}")
+    if [[ "$candidates" == FILES ]]; then
         _files
     else
-        compadd -- $found
+        compadd -- $candidates
     fi
 }
 compdef _podscale podscale
 """,
     "fish": """\
 # podscale: run this once:  podscale completion fish > ~/.config/fish/completions/podscale.fish
-function __podscale_found
-    set -l found (podscale complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)
-    if test "$found" = FILES
+function __podscale_candidates
+    set -l candidates (podscale complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)
+    if test "$candidates" = FILES
         __fish_complete_path (commandline -ct)
     else
-        printf '%s\\n' $found
+        printf '%s\\n' $candidates
     end
 end
-complete -c podscale -f -a '(__podscale_found)'
+complete -c podscale -f -a '(__podscale_candidates)'
 """,
 }
 
 
-def candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """What the last of `words` may become.
+def list_candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Return what the last of `words` may be completed to.
 
     >>> parser = argparse.ArgumentParser()
     >>> _ = parser.add_argument("--until")
-    >>> candidates(parser, ["--u"])
+    >>> list_candidates(parser, ["--u"])
     ['--until']
     """
     *before, last = words or [""]
-    place = 0  # of the next positional argument
-    waiting: argparse.Action | None = None
+    index = 0  # of the next positional argument
+    open_option: argparse.Action | None = None  # an option whose value comes next
     for word in before:
-        if waiting is not None:
-            waiting = None
+        if open_option is not None:
+            open_option = None
         elif word.startswith("-"):
             option = parser._option_string_actions.get(word.partition("=")[0])
-            waiting = option if option is not None and option.nargs != 0 and "=" not in word else None
-        elif (inner := _subparser(parser, word)) is not None:
-            parser, place = inner, 0
+            open_option = option if option is not None and option.nargs != 0 and "=" not in word else None
+        elif (inner := _find_subparser(parser, word)) is not None:
+            parser, index = inner, 0
         else:
-            place += 1
-    if waiting is not None:
-        return _starting(_values(waiting), last)
+            index += 1
+    if open_option is not None:
+        return _filter_by_prefix(_complete_option(open_option), last)
     if last.startswith("-"):
-        return _starting([name for name in parser._option_string_actions if name.startswith("--")], last)
-    return _starting(_positional(parser, place), last)
+        return _filter_by_prefix([name for name in parser._option_string_actions if name.startswith("--")], last)
+    return _filter_by_prefix(_complete_positional(parser, index), last)
 
 
-def _subparser(parser: argparse.ArgumentParser, word: str) -> argparse.ArgumentParser | None:
+def _find_subparser(parser: argparse.ArgumentParser, word: str) -> argparse.ArgumentParser | None:
     action = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
     return action.choices.get(word) if action else None
 
 
-def _positional(parser: argparse.ArgumentParser, place: int) -> list[str]:
-    """What may stand at a place: names of verbs, of recipes, or of files."""
+def _complete_positional(parser: argparse.ArgumentParser, index: int) -> list[str]:
+    """Return the values of a positional argument: names of commands, of recipes, or FILES."""
     actions = [action for action in parser._actions if not action.option_strings]
     if not actions:
         return []
-    action: Any = actions[min(place, len(actions) - 1)]
+    action: Any = actions[min(index, len(actions) - 1)]
     if isinstance(action, argparse._SubParsersAction):
         return [name for name in action.choices if name != "complete"]
     if action.dest == "recipe":
-        return list(recipes.presets()) if place == 0 else []
+        return list(recipes.list_presets()) if index == 0 else []
     return list(map(str, action.choices)) if action.choices else [FILES]
 
 
-def _values(option: argparse.Action) -> list[str]:
-    """What an option may be given."""
+def _complete_option(option: argparse.Action) -> list[str]:
+    """Return the values of an option."""
     if option.choices:
         return list(map(str, option.choices))
     section, _, field = option.dest.partition(".")
@@ -118,6 +118,6 @@ def _values(option: argparse.Action) -> list[str]:
     return [FILES]
 
 
-def _starting(names: Iterable[str], start: str) -> list[str]:
+def _filter_by_prefix(names: Iterable[str], prefix: str) -> list[str]:
     names = list(names)
-    return names if names == [FILES] else sorted(name for name in names if name.startswith(start))
+    return names if names == [FILES] else sorted(name for name in names if name.startswith(prefix))

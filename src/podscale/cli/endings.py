@@ -1,28 +1,32 @@
-"""How a command that fails ends: alone, or together with the other processes."""
+"""End a command that failed: report the error, and agree on the exit code with the other processes of the run.
+
+The heartbeat is asked only if this process has joined others, that is, if its module has been imported.
+"""
 
 import sys
 import traceback
 
-# --- endings, of one process or of several ---------------------------------------------------------------------------
-
 
 def report_failure(error: Exception) -> int:
-    """Tells of an error that is none of the user's: where it came up, or which other process is gone."""
+    """Print an error that is not the user's mistake and return the exit code.
+
+    It prints which other process is lost if that explains the error, else the traceback.
+    """
     if "podscale.processes.heartbeat" in sys.modules:
         from podscale.processes import heartbeat
 
-        found = heartbeat.settle(error)
-        if found:
-            heartbeat.say(found)
-            return found.code
+        reason = heartbeat.agree_on_exit(error)
+        if reason:
+            heartbeat.print_exit(reason)
+            return reason.code
     traceback.print_exception(error)
     return 1
 
 
-def exit_code(code: int, why: str) -> int:
-    """The exit code of a process that does not end well: that of whoever failed first, if there are several."""
+def agree_on_exit_code(code: int, reason: str) -> int:
+    """Return the exit code of a failed process: of several processes, that of the one that failed first."""
     if "podscale.processes.heartbeat" not in sys.modules:
         return code
     from podscale.processes import heartbeat
 
-    return heartbeat.farewell(code, why)
+    return heartbeat.announce_exit(code, reason)

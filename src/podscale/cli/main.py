@@ -1,7 +1,6 @@
-"""The command line: words to verbs, verbs to functions (`verbs.py`), errors to exit codes; nothing else.
+"""Run the command line: parse a command, run its function, and turn errors into exit codes.
 
-Every field of a recipe is an option, `--section.field VALUE`, and so are the choices about pod and plan.
-A mistake of the user's gets one sentence and exit code 2.
+A mistake of the user is reported in one sentence, with exit code 2.
 """
 
 import _thread
@@ -15,25 +14,25 @@ from typing import Any, NoReturn, TextIO, cast
 
 from podscale.cli import completion, endings
 from podscale.cli.arguments import is_main_process
-from podscale.cli.parser import make_parser, parse
+from podscale.cli.parser import make_parser, parse_arguments
 from podscale.cli.safe_stream import SafeStream
 from podscale.errors import DivergedError, PreemptedError, UserError
 from podscale.storage.files import to_json
 from podscale.training.out_of_memory import explain_out_of_memory
 
-USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: what sysexits.h calls a temporary failure; start it again
-DIVERGED = 65  # what sysexits.h calls bad data; to start it again would not help
-OUTSIDE_OUR_POWER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: a temporary failure in sysexits.h; a restart helps
+DIVERGED = 65  # bad data in sysexits.h; a restart does not help
+USER_FIXABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def run() -> NoReturn:
-    """The program: runs a verb and ends the process."""
-    _heed_interrupts()
+    """Run the command of this process's command line, and end the process with its exit code."""
+    _forward_interrupts()
     sys.stderr = cast(TextIO, SafeStream(sys.stderr))
     try:
-        code = _complete(sys.argv[2:]) if sys.argv[1:2] == ["complete"] else main()
+        code = _print_candidates(sys.argv[2:]) if sys.argv[1:2] == ["complete"] else main()
     except Exception as error:
-        code = endings.exit_code(endings.report_failure(error), "")
+        code = endings.agree_on_exit_code(endings.report_failure(error), "")
     sys.stdout.flush()
     sys.stderr.flush()
     if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
@@ -41,69 +40,73 @@ def run() -> NoReturn:
     sys.exit(0)
 
 
-def _complete(words: list[str]) -> int:
-    """The shell asks what may come next; what it hands over need not parse."""
-    print(*completion.candidates(make_parser(), words), sep="\n")
+def _print_candidates(words: list[str]) -> int:
+    """Print what a shell may complete the words to; they need not parse."""
+    print(*completion.list_candidates(make_parser(), words), sep="\n")
     return 0
 
 
-def _heed_interrupts() -> None:
-    """Ctrl-C is heard again where Python drops it: in the middle of a garbage collection, of which JAX has many."""
-    report = sys.unraisablehook
+def _forward_interrupts() -> None:
+    """Raise a Ctrl-C again that Python drops because it arrives in a garbage collection, of which JAX has many."""
+    default_hook = sys.unraisablehook
 
-    def heed(dropped: Any) -> None:
-        if isinstance(dropped.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, _thread.interrupt_main).start()  # at once, it would be dropped again
+    def handle(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()  # without the delay it would be dropped again
         else:
-            report(dropped)
+            default_hook(unraisable)
 
-    sys.unraisablehook = heed
+    sys.unraisablehook = handle
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb; returns the exit code."""
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the command line without the program's name; this process's own if None.
+    """
     try:
-        arguments = parse(sys.argv[1:] if argv is None else argv)
-        with explain_out_of_memory(), _kept_clean() if arguments.json else nullcontext(sys.stdout) as stdout:
-            result = arguments.verb(arguments)
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        with explain_out_of_memory(), _redirect_stdout() if arguments.json else nullcontext(sys.stdout) as stdout:
+            result = arguments.function(arguments)
             if arguments.json and is_main_process():
                 print(to_json(result), file=stdout, flush=True)
-        if problem := getattr(arguments, "problem", ""):  # the rest was done, and told
+        if problem := getattr(arguments, "problem", ""):  # the rest of the command is done and printed
             raise UserError(problem)
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
-        return endings.exit_code(USER_ERROR, str(error))
+        return endings.agree_on_exit_code(USER_ERROR, str(error))
     except (PreemptedError, DivergedError) as error:
         from podscale.processes.group import leave
 
         leave()
         print(f"podscale: {error}", file=sys.stderr)
         return PREEMPTED if isinstance(error, PreemptedError) else DIVERGED
-    except BrokenPipeError:  # the reader went away: `podscale recipes | head`
+    except BrokenPipeError:  # the reader has closed the pipe: `podscale recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in OUTSIDE_OUR_POWER:
+        if error.errno not in USER_FIXABLE_ERRORS:
             raise
         print(f"podscale: {error.strerror}: {error.filename}", file=sys.stderr)
-        return endings.exit_code(USER_ERROR, f"{error.strerror}: {error.filename}")
+        return endings.agree_on_exit_code(USER_ERROR, f"{error.strerror}: {error.filename}")
     except KeyboardInterrupt as error:
-        next_time = str(error) or "the same command goes on from the last checkpoint"
-        print(f"podscale: interrupted; {next_time}", file=sys.stderr)
-        return endings.exit_code(INTERRUPTED, "interrupted")
+        advice = str(error) or "the same command goes on from the last checkpoint"
+        print(f"podscale: interrupted; {advice}", file=sys.stderr)
+        return endings.agree_on_exit_code(INTERRUPTED, "interrupted")
     return int(getattr(arguments, "code", 0))
 
 
 @contextmanager
-def _kept_clean() -> Iterator[TextIO]:
-    """The real stdout; whatever else writes there meanwhile, native libraries included, lands on stderr."""
+def _redirect_stdout() -> Iterator[TextIO]:
+    """Yield the real stdout, and redirect everything else written there to stderr, native libraries included."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(kept, "w", closefd=False) as stdout:
+        with os.fdopen(saved, "w", closefd=False) as stdout:
             yield stdout
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)

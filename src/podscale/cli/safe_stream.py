@@ -1,6 +1,6 @@
-"""A stream for people that bears a full disk: what cannot be written down is lost, and not the run that says it.
+"""A stream for console output that tolerates a full disk: the output is lost, but the run continues.
 
-Whoever redirects a training's output to a file has that file on a disk, and often on the one that the run fills.
+A training's output is often redirected to a file on the same disk that the run fills.
 """
 
 import errno
@@ -10,19 +10,19 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SafeStream:
-    """All that the stream has, but writing and flushing do not fail for want of room."""
+    """A stream whose `write` and `flush` do not fail when the disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._bearing(self._stream.write, text)
+        self._ignore_full_disk(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        self._bearing(self._stream.flush)
+        self._ignore_full_disk(self._stream.flush)
 
-    def _bearing(self, work: Any, *arguments: Any) -> None:
+    def _ignore_full_disk(self, work: Any, *arguments: Any) -> None:
         try:
             work(*arguments)
         except OSError as error:

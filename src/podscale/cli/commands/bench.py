@@ -1,4 +1,4 @@
-"""The commands bench and doctor."""
+"""The commands `bench step`, `bench input`, `bench sum` and `doctor`: measure this machine."""
 
 import argparse
 from pathlib import Path
@@ -8,68 +8,74 @@ from podscale.cli.arguments import make_console, read_options, read_pod, read_re
 from podscale.errors import UserError
 
 
-def bench_step(arguments: argparse.Namespace) -> Any:
+def run_bench_step(arguments: argparse.Namespace) -> Any:
+    """Time the training step or the evaluation step."""
     recipe = read_recipe(arguments)
     from podscale.bench import step
 
     pod, options, console = read_pod(arguments), read_options(arguments), make_console(arguments)
-    asked = recipe, pod, options, arguments.images, arguments.repeats
+    settings = recipe, pod, options, arguments.images, arguments.repeats
     if arguments.evaluate and arguments.profile:
         raise UserError("--profile is of the training step: leave out --evaluate")
-    found = step.measure_evaluation(*asked) if arguments.evaluate else step.measure_step(*asked, arguments.profile)
+    result = (
+        step.measure_evaluation(*settings) if arguments.evaluate else step.measure_step(*settings, arguments.profile)
+    )
     console.print(
-        f"{recipe.model.name}, {recipe.data.image_size} px, {found['images_per_device']} images a device on "
-        f"{found['devices']}: {found['step_ms']:.2f} ms a step, {found['images_per_s']:,.0f} images/s "
-        f"(compiled in {found['compile_s']:.0f} s)",
+        f"{recipe.model.name}, {recipe.data.image_size} px, {result['images_per_device']} images a device on "
+        f"{result['devices']}: {result['step_ms']:.2f} ms a step, {result['images_per_s']:,.0f} images/s "
+        f"(compiled in {result['compile_s']:.0f} s)",
         highlight=False,
     )
     if arguments.profile:
         from podscale.bench.profile import budget
         from podscale.report import terminal
 
-        console.print(terminal.columns(budget.HEAD, budget.rows(found["budget"])))
-        console.print(budget.told(found["budget"]), highlight=False)
-    return found
+        console.print(terminal.format_columns(budget.HEADER, budget.format_rows(result["budget"])))
+        console.print(budget.format_verdict(result["budget"]), highlight=False)
+    return result
 
 
-def bench_input(arguments: argparse.Namespace) -> Any:
+def run_bench_input(arguments: argparse.Namespace) -> Any:
+    """Measure the input pipeline."""
     recipe = read_recipe(arguments)
     from podscale.bench import input
     from podscale.report import input_table
 
     pod, options, console = read_pod(arguments), read_options(arguments), make_console(arguments)
-    asked = {name: getattr(arguments, name) for name in ("images", "feed", "threads")}
-    found = input.measure(recipe, pod, options, **asked)
-    input_table.show(found, console)
-    return found
+    settings = {name: getattr(arguments, name) for name in ("images", "feed", "threads")}
+    result = input.measure_input(recipe, pod, options, **settings)
+    input_table.show_input(result, console)
+    return result
 
 
-def bench_sum(arguments: argparse.Namespace) -> Any:
+def run_bench_sum(arguments: argparse.Namespace) -> Any:
+    """Time gradient summation by strategy and payload."""
     recipe = read_recipe(arguments)
-    sizes = [_bytes(text) for text in arguments.bytes.split(",") if text]
+    sizes = [_parse_bytes(text) for text in arguments.bytes.split(",") if text]
     names = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
     from podscale.bench import sums
     from podscale.report import terminal
 
     pod, options, console = read_pod(arguments), read_options(arguments), make_console(arguments)
-    found = sums.measure(recipe, pod, options, names, sizes or sums.SIZES, arguments.tree, arguments.repeats)
-    console.print(terminal.columns(sums.HEAD, sums.rows(found)))
-    return found
+    result = sums.measure_sums(recipe, pod, options, names, sizes or sums.SIZES, arguments.tree, arguments.repeats)
+    console.print(terminal.format_columns(sums.HEADER, sums.format_rows(result)))
+    return result
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     if not text.strip().isdecimal():
         raise UserError(f"--bytes takes whole numbers, with commas between them, not {text!r}")
     return int(text)
 
 
-def doctor(arguments: argparse.Namespace) -> Any:
-    from podscale.bench.doctor.examine import examine, rows
+def run_doctor(arguments: argparse.Namespace) -> Any:
+    """Measure each part of this machine and print the bottleneck."""
+    from podscale.bench.doctor.examine import examine_machine, format_rows
     from podscale.report import terminal
 
     pod, console = read_pod(arguments), make_console(arguments)
     with console.status("measuring") as status:
-        found = examine(pod, Path(arguments.path), lambda part: status.update(f"measuring: {part}"))
-    console.print(terminal.table("doctor", rows(found)))
-    console.print(found["verdict"], highlight=False, markup=False)
-    return found
+        result = examine_machine(pod, Path(arguments.path), lambda part: status.update(f"measuring: {part}"))
+    console.print(terminal.make_table("doctor", format_rows(result)))
+    console.print(result["verdict"], highlight=False, markup=False)
+    return result

@@ -1,4 +1,4 @@
-"""The verbs of `podscale data`: what each does with its arguments, and what it says."""
+"""The commands `data index`, `data check`, `data show` and `data prepare`."""
 
 import argparse
 from pathlib import Path
@@ -7,57 +7,63 @@ from typing import Any
 from podscale.cli.arguments import make_console, read_recipe
 
 
-def index(arguments: argparse.Namespace) -> Any:
-    from podscale.data.tools.survey import survey
+def run_index(arguments: argparse.Namespace) -> Any:
+    """Index a data set and print what it contains."""
+    from podscale.data.tools.survey import survey_data_set
     from podscale.report import dataset_tables
-    from podscale.report.counter import counting
+    from podscale.report.counter import show_progress
 
     console = make_console(arguments)
-    with counting(console, "indexing") as progress:
-        found = survey(arguments.path, arguments.source, progress)
-    dataset_tables.show_survey(found, console)
-    return found
+    with show_progress(console, "indexing") as progress:
+        result = survey_data_set(arguments.path, arguments.source, progress)
+    dataset_tables.show_survey(result, console)
+    return result
 
 
-def check(arguments: argparse.Namespace) -> Any:
-    from podscale.data.tools import check as checks
+def run_check(arguments: argparse.Namespace) -> Any:
+    """Decode every image and print what is wrong; the exit code is 1 if anything is."""
+    from podscale.data.tools import check as check_tool
     from podscale.report import dataset_tables
-    from podscale.report.counter import counting
+    from podscale.report.counter import show_progress
 
     console = make_console(arguments)
-    with counting(console) as progress:
-        found = checks.check(arguments.path, arguments.source, progress)
-    dataset_tables.show_check(found, console)
-    arguments.code = 0 if found["clean"] else 1
-    return found
+    with show_progress(console) as progress:
+        result = check_tool.check_data_set(arguments.path, arguments.source, progress)
+    dataset_tables.show_check(result, console)
+    arguments.code = 0 if result["clean"] else 1
+    return result
 
 
-def show(arguments: argparse.Namespace) -> Any:
+def run_show(arguments: argparse.Namespace) -> Any:
+    """Draw a sheet of samples as the model sees them."""
     recipe = read_recipe(arguments)
     from podscale.planner import samples
-    from podscale.report.counter import counting
+    from podscale.report.counter import show_progress
 
     console = make_console(arguments)
-    with counting(console, "indexing") as progress:
-        found = samples.write(
+    with show_progress(console, "indexing") as progress:
+        result = samples.write_sheet(
             recipe, Path(arguments.to), arguments.split, arguments.images, arguments.step, progress=progress
         )
-    console.print(f"{found['file']}: {found['told']}", highlight=False, markup=False)
-    return found
+    console.print(f"{result['file']}: {result['told']}", highlight=False, markup=False)
+    return result
 
 
-def prepare(arguments: argparse.Namespace) -> Any:
-    from podscale.data.tools import prepare as preparing
+def run_prepare(arguments: argparse.Namespace) -> Any:
+    """Rewrite a data set so that training reads it faster."""
+    from podscale.data.tools import prepare as prepare_tool
     from podscale.report import dataset_tables
-    from podscale.report.counter import counting
+    from podscale.report.counter import show_progress
 
     names = ("longest", "quality", "subsampling", "raw", "shard_mib")
-    settings = preparing.Settings(**{name: getattr(arguments, name) for name in names})
+    settings = prepare_tool.Settings(**{name: getattr(arguments, name) for name in names})
     console = make_console(arguments)
     try:
-        with counting(console) as progress:
-            found = preparing.prepare(arguments.src, arguments.dst, settings, arguments.source, progress=progress)
+        with show_progress(console) as progress:
+            result = prepare_tool.prepare_data_set(
+                arguments.src, arguments.dst, settings, arguments.source, progress=progress
+            )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on after the last whole shard") from None
-    dataset_tables.show_prepared(found, console)
-    return found
+    dataset_tables.show_preparation(result, console)
+    return result

@@ -1,49 +1,52 @@
-"""The commands eval, predict and export."""
+"""The commands `eval`, `predict` and `export`: use a run's model."""
 
 import argparse
 import dataclasses
 from typing import Any
 
 from podscale import recipe as recipes
-from podscale.cli.arguments import given_fields, make_console, read_options, read_pod
+from podscale.cli.arguments import collect_fields, make_console, read_options, read_pod
 from podscale.recipe import SECTIONS
 
 
-def evaluate(arguments: argparse.Namespace) -> Any:
+def run_eval(arguments: argparse.Namespace) -> Any:
+    """Evaluate a run's checkpoint."""
     from podscale.export import inference
 
     run = inference.open_run(arguments.run)
-    run = dataclasses.replace(run, recipe=recipes.override(run.recipe, given_fields(arguments, SECTIONS)))
-    found = inference.evaluate(run, read_pod(arguments), read_options(arguments), arguments.checkpoint)
+    run = dataclasses.replace(run, recipe=recipes.override_recipe(run.recipe, collect_fields(arguments, SECTIONS)))
+    result = inference.evaluate(run, read_pod(arguments), read_options(arguments), arguments.checkpoint)
     make_console(arguments).print(
-        f"{found['accuracy']:.2%} of {found['examples']:,} right (top 5: {found['accuracy_top5']:.2%}), "
-        f"loss {found['loss']:.4f}, checkpoint {found['checkpoint']}",
+        f"{result['accuracy']:.2%} of {result['examples']:,} right (top 5: {result['accuracy_top5']:.2%}), "
+        f"loss {result['loss']:.4f}, checkpoint {result['checkpoint']}",
         highlight=False,
     )
-    return found
+    return result
 
 
-def predict(arguments: argparse.Namespace) -> Any:
+def run_predict(arguments: argparse.Namespace) -> Any:
+    """Classify images."""
     from podscale.export import inference
     from podscale.report import terminal
 
-    run, console, found = inference.open_run(arguments.run), make_console(arguments), []
+    run, console, predictions = inference.open_run(arguments.run), make_console(arguments), []
     try:
-        for picture in inference.predictions(run, arguments.images, arguments.checkpoint):
-            terminal.show_prediction(picture, console)
-            found.append(picture)
+        for prediction in inference.iterate_predictions(run, arguments.images, arguments.checkpoint):
+            terminal.show_prediction(prediction, console)
+            predictions.append(prediction)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{len(found)} pictures were named") from None
-    arguments.problem = terminal.unreadable(found)
-    return {"run": str(run.folder), "images": found}
+        raise KeyboardInterrupt(f"{len(predictions)} images were named") from None
+    arguments.problem = terminal.summarize_unreadable(predictions)
+    return {"run": str(run.folder), "images": predictions}
 
 
-def export(arguments: argparse.Namespace) -> Any:
+def run_export(arguments: argparse.Namespace) -> Any:
+    """Write a run's model to a file for other programs."""
     from podscale.export import inference, write
 
     run = inference.open_run(arguments.run)
-    found = write.export_model(run, arguments.to, arguments.format, arguments.checkpoint)
-    accuracy = "not evaluated" if found["accuracy"] is None else f"{found['accuracy']:.2%} right"
-    told = f"{found['format']}, {found['bytes'] / 2**20:,.1f} MiB; checkpoint {found['checkpoint']}, {accuracy}"
-    make_console(arguments).print(f"{found['file']}: {told}", highlight=False, markup=False)
-    return found
+    result = write.export_model(run, arguments.to, arguments.format, arguments.checkpoint)
+    accuracy = "not evaluated" if result["accuracy"] is None else f"{result['accuracy']:.2%} right"
+    text = f"{result['format']}, {result['bytes'] / 2**20:,.1f} MiB; checkpoint {result['checkpoint']}, {accuracy}"
+    make_console(arguments).print(f"{result['file']}: {text}", highlight=False, markup=False)
+    return result

@@ -1,4 +1,4 @@
-"""The commands plan and rehearse."""
+"""The commands `plan` and `rehearse`: say what a training would do."""
 
 import argparse
 from contextlib import nullcontext
@@ -10,47 +10,49 @@ from podscale.errors import UserError
 from podscale.recipe import Recipe
 
 
-def plan(arguments: argparse.Namespace) -> Any:
+def run_plan(arguments: argparse.Namespace) -> Any:
+    """Print how a recipe maps onto a pod; the answer for a pod that is not available is cached."""
     if arguments.published:
-        return _published(arguments)
+        return _show_published(arguments)
     recipe = read_recipe(arguments)
     if arguments.search:
-        return _searched(arguments, recipe)
+        return _show_search(arguments, recipe)
     from podscale.planner import answer_cache
 
-    options, name = read_options(arguments), ""
-    if arguments.pod and answer_cache.follows_from(recipe):
-        name = answer_cache.key(recipe, arguments.pod, options, arguments.compile)
-    answer = answer_cache.kept(name) if name else None
+    options, key = read_options(arguments), ""
+    if arguments.pod and answer_cache.is_cacheable(recipe):
+        key = answer_cache.make_key(recipe, arguments.pod, options, arguments.compile)
+    answer = answer_cache.load_answer(key) if key else None
     if answer is None:
-        answer = _asked(arguments, recipe, options)
-        if name:
-            answer_cache.keep(name, answer)
+        answer = _answer_plan(arguments, recipe, options)
+        if key:
+            answer_cache.save_answer(key, answer)
     from podscale.report import terminal
 
-    make_console(arguments).print(terminal.table("plan", answer["rows"]))
-    return answer["values"] | (_drawn(arguments, recipe) if arguments.plot else {})
+    make_console(arguments).print(terminal.make_table("plan", answer["rows"]))
+    return answer["values"] | (_draw_scaling(arguments, recipe) if arguments.plot else {})
 
 
-def _asked(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
-    from podscale import pod
+def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
+    """Plan the recipe on the pod, predict its times, and compile it where asked for."""
     from podscale.planner import described_devices, questions
+    from podscale.pod import named_pod
 
     if arguments.pod:
-        described_devices.leave_chips_alone()
-    where = pod.named(arguments.pod) if arguments.pod else read_pod(arguments)
+        described_devices.use_cpu_backend()
+    pod = named_pod(arguments.pod) if arguments.pod else read_pod(arguments)
     with make_console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
-        return questions.about(recipe, where, options, arguments.compile)._asdict()
+        return questions.plan_on_pod(recipe, pod, options, arguments.compile)._asdict()
 
 
-def _published(arguments: argparse.Namespace) -> Any:
+def _show_published(arguments: argparse.Namespace) -> Any:
     from podscale.planner import described_devices, published
     from podscale.report import terminal
 
-    described_devices.leave_chips_alone()
-    found = published.compare()
-    values = published.to_dict(found)
-    make_console(arguments).print(terminal.columns(published.HEAD, published.rows(found)))
+    described_devices.use_cpu_backend()
+    comparisons = published.compare_runs()
+    values = published.to_dict(comparisons)
+    make_console(arguments).print(terminal.format_columns(published.HEADER, published.format_rows(comparisons)))
     make_console(arguments).print(
         f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} "
         "(* further checks, not counted; no constant comes from any row)",
@@ -59,35 +61,36 @@ def _published(arguments: argparse.Namespace) -> Any:
     return values
 
 
-def _searched(arguments: argparse.Namespace, recipe: Recipe) -> Any:
+def _show_search(arguments: argparse.Namespace, recipe: Recipe) -> Any:
     from podscale.planner import questions, search
     from podscale.report import terminal
 
-    rows, values = questions.searched(recipe, arguments.search, arguments.chip_hours)
-    make_console(arguments).print(terminal.columns(search.HEAD, rows))
-    return values | (_drawn(arguments, recipe) if arguments.plot else {})
+    rows, values = questions.search_pods(recipe, arguments.search, arguments.chip_hours)
+    make_console(arguments).print(terminal.format_columns(search.HEADER, rows))
+    return values | (_draw_scaling(arguments, recipe) if arguments.plot else {})
 
 
-def _drawn(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+def _draw_scaling(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     from podscale.planner import questions
 
     kind = (arguments.search or arguments.pod).partition(":")[0]
     if not kind:
         raise UserError("--plot needs a kind of chip: give --pod KIND:RxC or --search KIND")
-    found = questions.drawn(recipe, kind, arguments.plot)
+    result = questions.write_scaling_plot(recipe, kind, arguments.plot)
     make_console(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
-    return found
+    return result
 
 
-def rehearse(arguments: argparse.Namespace) -> Any:
+def run_rehearse(arguments: argparse.Namespace) -> Any:
+    """Walk through a training without computing it."""
     recipe = read_recipe(arguments)
     from podscale.planner import rehearsal
     from podscale.report import terminal
 
     pod, options, console = read_pod(arguments), read_options(arguments), make_console(arguments)
     with console.status("rehearsing") as status:
-        found = rehearsal.rehearse(recipe, pod, options, images=arguments.images, tell=status.update)
-    console.print(terminal.table("rehearsal", rehearsal.rows(found)))
-    if found["decoded"]["unreadable"]:
-        arguments.problem = found["decoded"]["unreadable"][0]
-    return found
+        result = rehearsal.rehearse(recipe, pod, options, images=arguments.images, report=status.update)
+    console.print(terminal.make_table("rehearsal", rehearsal.format_rows(result)))
+    if result["decoded"]["unreadable"]:
+        arguments.problem = result["decoded"]["unreadable"][0]
+    return result

@@ -1,4 +1,4 @@
-"""The commands report, recipes and completion."""
+"""The commands `report`, `recipes` and `completion`."""
 
 import argparse
 from pathlib import Path
@@ -9,32 +9,35 @@ from podscale.cli.arguments import make_console
 from podscale.errors import UserError
 
 
-def report(arguments: argparse.Namespace) -> Any:
+def run_report(arguments: argparse.Namespace) -> Any:
+    """Write a run's report, or a comparison of several runs."""
     from podscale.report import compare, page
     from podscale.runs.folder import Run
 
-    runs = [Run.load(folder) for folder in arguments.runs] or [Run.newest()]
+    runs = [Run.load(folder) for folder in arguments.runs] or [Run.load_newest()]
     if len(runs) > 1:
-        path = compare.write(runs, Path(arguments.to or "comparison.html"))
+        path = compare.write_comparison(runs, Path(arguments.to or "comparison.html"))
     elif arguments.to:
         raise UserError("--to is for comparisons, of two runs or more; a run's own report is in its folder")
     else:
-        path = page.write(runs[0])
+        path = page.write_report(runs[0])
     make_console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
     return {"report": str(path), "runs": [str(run.folder) for run in runs]}
 
 
-def list_recipes(arguments: argparse.Namespace) -> Any:
-    found = recipes.presets()
+def run_recipes(arguments: argparse.Namespace) -> Any:
+    """Print the recipes that come with podscale."""
+    presets = recipes.list_presets()
     console = make_console(arguments)
-    for name, doc in found.items():
+    for name, doc in presets.items():
         console.print(f"[bold]{name}[/bold]", highlight=False)
         for line in doc.splitlines():
             console.print(f"  {line}", highlight=False, markup=False)
-    return found
+    return presets
 
 
-def show_completion(arguments: argparse.Namespace) -> Any:
+def run_completion(arguments: argparse.Namespace) -> Any:
+    """Print a shell's completion script."""
     from podscale.cli.completion import SCRIPTS
 
     script = SCRIPTS[arguments.shell]

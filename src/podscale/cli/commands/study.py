@@ -1,26 +1,27 @@
-"""The command study."""
+"""The command `study`: train a grid of recipes and seeds."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from podscale.cli.arguments import given_fields, make_console, read_options, read_pod
+from podscale.cli.arguments import collect_fields, make_console, read_options, read_pod
 from podscale.recipe import SECTIONS
 
 
-def study(arguments: argparse.Namespace) -> Any:
+def run_study(arguments: argparse.Namespace) -> Any:
+    """Run a study and print its table."""
     from podscale.study import grid, results
 
-    asked = grid.load(arguments.study, given_fields(arguments, SECTIONS), arguments.seeds)
+    study = grid.load_study(arguments.study, collect_fields(arguments, SECTIONS), arguments.seeds)
     from podscale.report import terminal
     from podscale.study import run
 
-    folder, pod = Path(arguments.run or Path("runs") / asked.name), read_pod(arguments)
+    folder, pod = Path(arguments.run or Path("runs") / study.name), read_pod(arguments)
     console = make_console(arguments)
-    found = run.run(asked, folder, pod, read_options(arguments), console)
-    console.print(terminal.columns(results.HEAD, results.rows(found)))
+    table = run.run_study(study, folder, pod, read_options(arguments), console)
+    console.print(terminal.format_columns(results.COLUMNS, results.format_rows(table)))
     console.print(
-        f"{asked.measure}; table: {folder}/study.json, plot: {folder}/study.svg", highlight=False, markup=False
+        f"{study.measure}; table: {folder}/study.json, plot: {folder}/study.svg", highlight=False, markup=False
     )
-    arguments.problem = results.failures(found)
-    return found
+    arguments.problem = results.describe_failures(table)
+    return table

@@ -1,21 +1,22 @@
-"""The commands train and launch."""
+"""The commands `train` and `launch`."""
 
 import argparse
 from typing import Any
 
 from podscale.cli.arguments import make_console, read_options, read_pod, read_recipe
-from podscale.config.stop_condition import Until
+from podscale.config.stop_condition import StopCondition
 
 
-def train(arguments: argparse.Namespace) -> Any:
+def run_train(arguments: argparse.Namespace) -> Any:
+    """Train a recipe, or resume its run, and print the summary."""
     recipe = read_recipe(arguments)
-    until = Until.parse(arguments.until) if arguments.until else None
-    allowed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
+    until = StopCondition.parse(arguments.until) if arguments.until else None
+    allow_changed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
     from podscale.report import terminal
     from podscale.training import loop
 
     pod, options = read_pod(arguments), read_options(arguments)
-    console = make_console(arguments)  # after the processes have joined: only the first one's says anything
+    console = make_console(arguments)  # after the processes have joined: only the main process prints
     summary = loop.train(
         recipe,
         pod=pod,
@@ -23,14 +24,15 @@ def train(arguments: argparse.Namespace) -> Any:
         folder=arguments.run,
         until=until,
         console=console,
-        allow_changed=allowed,
+        allow_changed=allow_changed,
         track=[name.strip() for name in arguments.track.split(",") if name.strip()],
     )
-    terminal.show(summary, console)
+    terminal.show_summary(summary, console)
     return summary
 
 
-def launch(arguments: argparse.Namespace) -> Any:
-    from podscale.processes.launch import launch
+def run_launch(arguments: argparse.Namespace) -> Any:
+    """Run a command as several processes on this machine."""
+    from podscale.processes.launch import launch_processes
 
-    arguments.code = launch(arguments.command, arguments.processes, arguments.restarts, arguments.logs)
+    arguments.code = launch_processes(arguments.command, arguments.processes, arguments.restarts, arguments.logs)
