@@ -23,6 +23,7 @@ from podscale.export.onnx import to_onnx
 from podscale.export.safetensors import write_safetensors, write_torchvision
 from podscale.export.stablehlo import write_stablehlo
 from podscale.runs.folder import Run
+from podscale.storage.paths import require_local
 from podscale.training import trained as trained_models
 from podscale.training.trained import TrainedModel
 
@@ -62,6 +63,7 @@ def export_model(
         >>> result["format"], result["checkpoint"]
         ('safetensors', 2)
     """
+    require_local(to, "--to")
     run = run if isinstance(run, Run) else Run.load(run)
     path = Path(to)
     format_name = _choose_format(path, format)

@@ -13,6 +13,7 @@ from podscale.planner import compile, described_devices, plot, published, search
 from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.storage.files import write_atomically
+from podscale.storage.paths import require_local
 from podscale.training import setup
 
 
@@ -86,6 +87,7 @@ def search_pods(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list
 
 def write_scaling_plot(recipe: Recipe, kind: str, path: str) -> dict[str, Any]:
     """Write a plot of how a recipe scales on a kind of chip to an SVG file."""
+    require_local(path, "--plot")
     plan, work = _count_needs(recipe, kind)
     forecasts = search.find_best_by_chips(search.SearchRequest(kind), recipe, plan.counts, plan.memory, work)
     title = f"{recipe.model.name} on {kind}, the best plan for each number of chips"

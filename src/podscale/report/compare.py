@@ -21,6 +21,7 @@ from podscale.report.page import format_accuracy, format_devices, format_minutes
 from podscale.report.time_section import compute_goodput
 from podscale.runs.folder import Run
 from podscale.storage.files import write_atomically
+from podscale.storage.paths import require_local
 
 SCRIPTS = ("chart.js", "compare.js")
 MAX_RUNS = 24  # on one page; the curves of more cannot be told apart
@@ -32,6 +33,7 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     Raises:
         UserError: the number of runs is out of range, or the file cannot be written.
     """
+    require_local(path, "--to")
     page = render_comparison(runs)
     try:
         write_atomically(path, page)

@@ -28,6 +28,7 @@ from podscale.errors import UserError
 from podscale.recipe import Recipe, parse_recipe, parse_title, read_recipe_file
 from podscale.storage.files import read_json, read_lines, write_atomically
 from podscale.storage.lock import LOCK
+from podscale.storage.paths import require_local
 
 CHANGES = ("recipe", "data", "versions")  # values of --allow-changed
 CHANGE_FIELDS = (  # fields of plan.json, the change that each belongs to, and how a message describes it
@@ -82,6 +83,7 @@ class Run:
         for kind in allowed:
             if kind not in CHANGES:
                 raise UserError(f"--allow-changed takes {', '.join(CHANGES)}, not {kind!r}")
+        require_local(folder, "--run")
         if not str(folder).isprintable():
             raise UserError(f"the run folder's name {str(folder)!r} has characters that cannot be written down")
         if folder.exists() and not folder.is_dir():
@@ -167,6 +169,7 @@ class Run:
         Raises:
             UserError: the folder has no run.
         """
+        require_local(folder, "run")
         path = Path(folder) / "recipe.toml"
         if not path.is_file():
             raise UserError(f"there is no run in {folder}: it has no recipe.toml")

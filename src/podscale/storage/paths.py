@@ -5,7 +5,7 @@ import re
 
 from podscale.errors import UserError
 
-# One slash is enough: pathlib turns s3://bucket into s3:/bucket. A local folder `s3:` can be given as ./s3:/.
+# One slash is enough: pathlib turns s3://bucket into s3:/bucket. A local folder `s3:` needs an absolute path.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
@@ -27,4 +27,6 @@ def require_local(path: str | os.PathLike[str], option: str) -> None:
     text = os.fspath(path)
     match = _SCHEME.match(text)
     if match:
-        raise UserError(f"{option} {text}: {match[1]}:// is not supported; give a local or mounted path")
+        scheme = f"{match[1]}://"
+        text = text if text.startswith(scheme) else scheme + text[match.end() :]
+        raise UserError(f"{option} {text}: {scheme} is not supported; give a local or mounted path")

@@ -17,6 +17,7 @@ from podscale.processes import group
 from podscale.runs.folder import Run
 from podscale.storage.files import to_json, write_atomically
 from podscale.storage.lock import FolderLock
+from podscale.storage.paths import require_local
 from podscale.study import results
 from podscale.study.grid import Case, Study
 from podscale.training import loop
@@ -32,6 +33,7 @@ def run_study(study: Study, folder: Path, pod: Pod, options: Options, console: C
     Several processes may share one folder: each takes a training that no other has claimed, and in the end waits for
     the others.
     """
+    require_local(folder, "--run")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"the study's folder {folder} is a file; choose another with --run")
     pending = [

@@ -15,6 +15,7 @@ from podscale.models.functional import FunctionalModel, Tree, is_within
 from podscale.models.weights.names import digest_arrays, digest_file, name_arrays
 from podscale.models.weights.torchvision import is_torchvision, read_tensors, rename_tensors
 from podscale.runs.folder import Run
+from podscale.storage.paths import require_local
 from podscale.training.trained import load_trained
 
 
@@ -82,6 +83,7 @@ def initialize_from(source: str, net: FunctionalModel, params: Tree, stats: Tree
 
 def read_weights(source: str) -> dict[str, np.ndarray]:
     """Return all arrays of a run's best checkpoint, or of a weights file, under the names that they have there."""
+    require_local(source, "--init")
     path = Path(source).expanduser()
     if not path.is_dir():
         return read_tensors(path)

@@ -24,6 +24,7 @@ from podscale.data.index.containers import folder, parquet, tar, tfrecord
 from podscale.data.index.containers.container import ContainerSamples, Format, Listing, resolve_labels
 from podscale.data.index.table import SPLITS, Strings, Table, Tables
 from podscale.errors import UserError
+from podscale.storage.paths import require_local
 
 FORMATS: dict[str, Format] = {
     "folder": folder.FORMAT,
@@ -50,6 +51,7 @@ def detect_kind(root: Path, kind: str = "") -> str:
     Raises:
         UserError: there is no such folder, it is only partly prepared, or it can be read as no kind or as several.
     """
+    require_local(root, "the data set")
     if root.is_file():
         raise UserError(f"{root} is a file; name a folder that holds train/CLASS/FILE and val/CLASS/FILE, or shards")
     if not root.is_dir():

@@ -26,6 +26,7 @@ from podscale.data.index.containers.container import MAX_CLASSES
 from podscale.data.random import Stream, draw_uint32
 from podscale.errors import UserError
 from podscale.processes.host import measure_usable_memory
+from podscale.storage.paths import require_local
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +236,7 @@ def _make_file_index(files: Files) -> Index:
 def _resolve_path(path: str, kind: str) -> Path:
     if not path:
         raise UserError(f"data.path is empty; name the {kind} that holds the images")
+    require_local(path, "data.path")
     expanded = Path(path).expanduser()
     if not expanded.exists():
         raise UserError(f"data.path {expanded} does not exist; name the {kind} that holds the images")
