@@ -1,4 +1,4 @@
-"""SIGTERM, as schedulers send it: to a single process, to one of several, to all of them; at different moments."""
+"""SIGTERM, as schedulers send it: to a single process, to one of several, to all of them; at different times."""
 
 import json
 import signal
@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from support.processes import environment
+from support.processes import make_environment
 
 from podscale.runs.folder import Run
 
@@ -16,19 +16,19 @@ SETTINGS = "digits --model.width 8 --train.epochs 6 --train.eval_epochs 3 --json
 PREEMPTED, TIMEOUT_S = 75, 900
 
 
-def free_port():
+def find_free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def start(folder, processes, shape, *plan):
-    join = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
+    join = ["--coordinator", f"127.0.0.1:{find_free_port()}", "--processes", str(processes)]
     each = [[*join, "--process", str(i), "--pod.shape", shape] for i in range(processes)]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "podscale", "train", *SETTINGS, "--run", str(folder), *more, *plan],
-            env=environment(JAX_ENABLE_X64="0"),
+            env=make_environment(JAX_ENABLE_X64="0"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -37,44 +37,44 @@ def start(folder, processes, shape, *plan):
     ]
 
 
-def ended(started):
+def wait_for_exit(started):
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
     return [process.returncode for process in started], outputs
 
 
-def until_step(folder, step):
-    """Waits until the journal tells of this step."""
+def wait_for_step(folder, step):
+    """Wait until the journal has this step."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        if any(f'"step": {step},' in line for line in _lines(folder)):
+        if any(f'"step": {step},' in line for line in read_lines(folder)):
             return
         time.sleep(0.02)
     raise AssertionError(f"step {step} never came")
 
 
-def _lines(folder):
+def read_lines(folder):
     path = folder / "metrics.jsonl"
     return path.read_text().splitlines() if path.exists() else []
 
 
-def losses(folder):
+def read_losses(folder):
     return [(m["step"], m["loss"]) for m in Run.load(folder).metrics() if m["event"] == "train"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Losses of a run that nothing happens to, by the number of processes."""
-    known = {}
+    """A function that returns the losses of an undisturbed run of so many processes."""
+    cache = {}
 
-    def find(processes, shape):
-        if processes not in known:
+    def train(processes, shape):
+        if processes not in cache:
             folder = tmp_path_factory.mktemp("undisturbed")
-            codes, outputs = ended(start(folder, processes, shape))
+            codes, outputs = wait_for_exit(start(folder, processes, shape))
             assert codes == [0] * processes, outputs[0][1][-2000:]
-            known[processes] = losses(folder)
-        return known[processes]
+            cache[processes] = read_losses(folder)
+        return cache[processes]
 
-    return find
+    return train
 
 
 @pytest.mark.parametrize(
@@ -87,30 +87,30 @@ def undisturbed(tmp_path_factory):
         pytest.param(4, "2x2", [0, 1, 2, 3], 9, marks=[pytest.mark.processes(4), pytest.mark.slow]),
     ],
 )
-def test_asked_to_stop_all_save_the_same_step_and_the_same_command_goes_on(
+def test_after_sigterm_all_save_the_same_step_and_the_same_command_resumes(
     tmp_path, undisturbed, processes, shape, targets, step
 ):
     started = start(tmp_path, processes, shape)
-    until_step(tmp_path, step)
+    wait_for_step(tmp_path, step)
     for target in targets:
         started[target].send_signal(signal.SIGTERM)
-    codes, outputs = ended(started)
+    codes, outputs = wait_for_exit(started)
     assert codes == [PREEMPTED] * processes, outputs[0][1][-2000:]
     assert "the same command goes on from there" in outputs[0][1]
     assert not outputs[0][0]
-    codes, outputs = ended(start(tmp_path, processes, shape))
+    codes, outputs = wait_for_exit(start(tmp_path, processes, shape))
     assert codes == [0] * processes, outputs[0][1][-2000:]
     assert json.loads(outputs[0][0])["steps"] == 68
     assert "resuming after step" in outputs[0][1]
-    assert losses(tmp_path) == undisturbed(processes, shape)
+    assert read_losses(tmp_path) == undisturbed(processes, shape)
 
 
-def test_asked_before_the_first_step_it_stops_all_the_same(tmp_path):
+def test_sigterm_before_the_first_step_stops_the_run(tmp_path):
     (started,) = start(tmp_path, 1, "1x1")
     deadline = time.monotonic() + TIMEOUT_S
     while not (tmp_path / "plan.json").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.5)  # in the middle of compiling, most likely; whenever it is, the end is one of these two
+    time.sleep(0.5)  # during compilation, most likely; in any case the exit code is one of these two
     started.send_signal(signal.SIGTERM)
-    (code,), _ = ended([started])
+    (code,), _ = wait_for_exit([started])
     assert code in (PREEMPTED, -signal.SIGTERM)

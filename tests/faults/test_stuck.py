@@ -1,4 +1,4 @@
-"""Processes that are alive but do not go on: asleep in the middle of the loop, or stopped by a signal."""
+"""Processes that are alive but make no progress: asleep in the middle of the loop, or stopped by a signal."""
 
 import os
 import signal
@@ -6,32 +6,32 @@ import subprocess
 import sys
 
 import pytest
-from faults.test_stop import SETTINGS, TIMEOUT_S, ended, start, until_step
+from faults.test_stop import SETTINGS, TIMEOUT_S, start, wait_for_exit, wait_for_step
 
 STUCK = 70
 
-SLEEPER = """
+SLEEPING_PROGRAM = """
 import sys, time
 from podscale.cli import main as cli
 from podscale.data import prefetch
 
-def sleeping(self, take=prefetch.Batches.__next__, seen=[]):
+def sleep(self, take=prefetch.Batches.__next__, seen=[]):
     seen.append(1)
     if len(seen) == 5:
         time.sleep(300)
     return take(self)
 
-prefetch.Batches.__next__ = sleeping
+prefetch.Batches.__next__ = sleep
 sys.argv = ["podscale", "train", *sys.argv[1:]]
 cli.run()
 """
 
 
 @pytest.mark.slow
-def test_a_process_that_sleeps_is_ended_with_its_stacks_written_down(tmp_path):
+def test_a_process_that_sleeps_is_ended_and_its_stacks_are_written(tmp_path):
     more = ["--pod.virtual", "1x1", "--plan.timeout_s", "8", "--run", str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, "-c", SLEEPER, *SETTINGS, *more],
+        [sys.executable, "-c", SLEEPING_PROGRAM, *SETTINGS, *more],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -41,14 +41,14 @@ def test_a_process_that_sleeps_is_ended_with_its_stacks_written_down(tmp_path):
     assert done.returncode == STUCK, done.stderr[-2000:]
     assert "process 0 is stuck for" in done.stderr
     stacks = (tmp_path / "run" / "stuck-0.txt").read_text()
-    assert "sleeping" in stacks
+    assert "in sleep" in stacks
     assert "_train_from" in stacks
 
 
 @pytest.mark.processes(2)
 def test_a_stopped_process_is_named_by_the_other(tmp_path):
     started = start(tmp_path, 2, "1x2", "--plan.timeout_s", "8")
-    until_step(tmp_path, 5)
+    wait_for_step(tmp_path, 5)
     started[1].send_signal(signal.SIGSTOP)
     try:
         _, errors = started[0].communicate(timeout=TIMEOUT_S)
@@ -57,4 +57,4 @@ def test_a_stopped_process_is_named_by_the_other(tmp_path):
         assert "waiting for process 1" in errors
     finally:
         started[1].kill()
-    ended(started[1:])
+    wait_for_exit(started[1:])

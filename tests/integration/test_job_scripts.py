@@ -1,4 +1,4 @@
-"""The examples for schedulers do what they say: their commands parse, and they start again what is worth it."""
+"""The example scripts for schedulers work: their commands parse, and they restart after faults only."""
 
 import os
 import shlex
@@ -9,25 +9,24 @@ import pytest
 import yaml
 
 from podscale.cli import arguments as cli_arguments
-from podscale.cli import parser
-from podscale.cli.main import main
+from podscale.cli import main, parser
 from podscale.processes import schedulers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
 
 
-def parsed(words):
-    """A `podscale` command as the program reads it."""
-    assert words[0] == "podscale"
-    arguments = parser.parse_arguments(words[1:])
+def parse_command(command):
+    """Return the arguments of a `podscale` command."""
+    assert command[0] == "podscale"
+    arguments = parser.parse_arguments(command[1:])
     cli_arguments.read_recipe(arguments)
     return arguments
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """Runs a script where some programs are stand-ins that note how they were called and end as told."""
+    """A function that runs a script with fake programs, which record their calls and exit with given codes."""
 
     def run(script, *arguments, programs, **environment):
         for name, code in programs.items():
@@ -48,55 +47,55 @@ def machine(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_opens_with_a_command_that_can_be_called(script):
+def test_every_script_opens_with_a_valid_command(script):
     assert os.access(script, os.X_OK)
     usage = next(line for line in script.read_text().splitlines() if f"examples/{script.name}" in line)
-    assert parsed(["podscale", "train", *shlex.split(usage.partition(script.name)[2])]).recipe
+    assert parse_command(["podscale", "train", *shlex.split(usage.partition(script.name)[2])]).recipe
 
 
 @pytest.mark.parametrize(
-    ("code", "again"), [(0, False), (1, False), (2, False), (65, False), (69, True), (75, True), (137, True)]
+    ("code", "requeues"), [(0, False), (1, False), (2, False), (65, False), (69, True), (75, True), (137, True)]
 )
-def test_the_slurm_job_goes_back_to_the_queue_after_faults_alone(machine, code, again):
+def test_the_slurm_job_is_requeued_only_after_faults(machine, code, requeues):
     programs = {"srun": code, "scontrol": 0}
-    ended, (start, *rest) = machine("slurm.sh", "digits", "--run", "a b", programs=programs, SLURM_JOB_ID="17")
-    assert ended == code
-    assert parsed(start[2:]).run == "a b"
-    assert rest == ([["scontrol", "requeue", "17"]] if again else [])
+    exit_code, (start, *others) = machine("slurm.sh", "digits", "--run", "a b", programs=programs, SLURM_JOB_ID="17")
+    assert exit_code == code
+    assert parse_command(start[2:]).run == "a b"
+    assert others == ([["scontrol", "requeue", "17"]] if requeues else [])
 
 
-def test_the_slurm_job_gives_up_at_last(machine):
+def test_the_slurm_job_gives_up_after_many_restarts(machine):
     _, calls = machine("slurm.sh", programs={"srun": 69, "scontrol": 0}, SLURM_JOB_ID="1", SLURM_RESTART_COUNT="50")
     assert [call[0] for call in calls] == ["srun"]
 
 
 @pytest.mark.parametrize(("code", "tries"), [(0, 1), (2, 1), (69, 3), (75, 3)])
-def test_mpi_is_started_again_after_faults_alone(machine, code, tries):
-    ended, calls = machine("mpi.sh", "digits", programs={"mpirun": code}, MPIRUN="mpirun -n 4", MOST_RESTARTS="2")
-    assert ended == code
+def test_mpi_is_restarted_only_after_faults(machine, code, tries):
+    exit_code, calls = machine("mpi.sh", "digits", programs={"mpirun": code}, MPIRUN="mpirun -n 4", MOST_RESTARTS="2")
+    assert exit_code == code
     assert len(calls) == tries
-    assert parsed(calls[0][calls[0].index("podscale") :]).recipe == "digits"
+    assert parse_command(calls[0][calls[0].index("podscale") :]).recipe == "digits"
 
 
-def test_the_tpu_machines_all_run_the_same_command(machine):
+def test_all_tpu_machines_run_the_same_command(machine):
     arguments = ["digits", "--data.path", "/mnt/a b", "--run", "/mnt/run"]
     _, (call,) = machine("tpu-vm.sh", *arguments, programs={"gcloud": 0}, TPU="t", ZONE="z")
     assert call[call.index("--worker") + 1] == "all"
-    found = parsed(shlex.split(call[call.index("--command") + 1]))
-    assert (getattr(found, "data.path"), found.run) == ("/mnt/a b", "/mnt/run")
+    arguments = parse_command(shlex.split(call[call.index("--command") + 1]))
+    assert (getattr(arguments, "data.path"), arguments.run) == ("/mnt/a b", "/mnt/run")
 
 
-def test_the_jobset_says_what_its_pods_need_to_know():
-    described = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
-    (replicated,) = described["spec"]["replicatedJobs"]
+def test_the_jobset_sets_all_variables_that_its_pods_need():
+    jobset = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
+    (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    parsed(container["command"])
-    told = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert int(told["JAX_NUM_PROCESSES"]) == job["parallelism"] == job["completions"] > 1
+    parse_command(container["command"])
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert int(variables["JAX_NUM_PROCESSES"]) == job["parallelism"] == job["completions"] > 1
     assert job["completionMode"] == "Indexed"
     assert container["ports"][0]["containerPort"] == schedulers.KUBERNETES_PORT
     (rule,) = job["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [main.USER_ERROR, main.DIVERGED])
     assert rule["onExitCodes"]["containerName"] == container["name"]
-    assert described["spec"]["failurePolicy"]["maxRestarts"] > 0
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0

@@ -1,4 +1,4 @@
-"""Several real processes that talk through JAX's runtime train what one process trains."""
+"""Several real processes, connected by JAX's runtime, train the same as one process."""
 
 import json
 import os
@@ -15,7 +15,7 @@ SETTINGS = "digits --model.width 8 --train.epochs 2 --train.eval_epochs 1 --augm
 TIMEOUT_S = 240
 
 
-def free_port():
+def find_free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -27,9 +27,9 @@ def start(arguments, folder):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def trained(processes, folder, virtual=""):
-    """Trains with so many processes; the summary that the first one prints."""
-    join = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(processes)]
+def train(processes, folder, virtual=""):
+    """Train with so many processes; return the summary that the main process prints."""
+    join = ["--coordinator", f"127.0.0.1:{find_free_port()}", "--processes", str(processes)]
     started = [
         start([*join, "--process", str(i), *virtual.split()] if processes > 1 else virtual.split(), folder)
         for i in range(processes)
@@ -40,36 +40,36 @@ def trained(processes, folder, virtual=""):
     return json.loads(outputs[0][0])
 
 
-def losses(folder):
+def read_losses(folder):
     return [m["loss"] for m in Run.load(folder).metrics() if m["event"] == "train"]
 
 
 @pytest.mark.slow
 @pytest.mark.processes(2)
 @pytest.mark.processes(4)
-def test_processes_train_what_one_process_trains(tmp_path):
-    one = trained(1, tmp_path / "one", "--pod.virtual 2x2 --plan.summation torus")
+def test_several_processes_train_the_same_as_one(tmp_path):
+    one = train(1, tmp_path / "one", "--pod.virtual 2x2 --plan.summation torus")
     for processes, virtual in (
         (2, "--pod.shape 1x2 --plan.summation ring"),
         (4, "--pod.shape 2x2 --plan.summation torus"),
     ):
         folder = tmp_path / str(processes)
-        many = trained(processes, folder, virtual)
-        np.testing.assert_allclose(losses(folder), losses(tmp_path / "one"), rtol=1e-3)
+        many = train(processes, folder, virtual)
+        np.testing.assert_allclose(read_losses(folder), read_losses(tmp_path / "one"), rtol=1e-3)
         assert many["steps"] == one["steps"] == 23
-        assert abs(many["accuracy"] - one["accuracy"]) <= 2 / 360  # an example or two on the edge of rounding
+        assert abs(many["accuracy"] - one["accuracy"]) <= 2 / 360  # one or two images may be decided by rounding
         evals = [m for m in Run.load(folder).metrics() if m["event"] == "eval"]
         assert [m["examples"] for m in evals] == [360, 360]
-        correct = Run.load(folder).mistakes()["correct"]  # every process's answers, each in its place
+        correct = Run.load(folder).mistakes()["correct"]  # every process's predictions, each at its place
         assert sum(correct) == round(many["accuracy"] * 360)
 
 
 @pytest.mark.slow
 @pytest.mark.processes(2)
-def test_processes_resume_a_run_that_one_process_began(tmp_path):
-    begun = start(["--pod.virtual", "1x2", "--until", "accuracy=0"], tmp_path)
-    _, errors = begun.communicate(timeout=TIMEOUT_S)
-    assert begun.returncode == 0, errors[-2000:]
-    resumed = trained(2, tmp_path, "--pod.shape 1x2")
+def test_processes_resume_a_run_that_one_process_started(tmp_path):
+    first = start(["--pod.virtual", "1x2", "--until", "accuracy=0"], tmp_path)
+    _, errors = first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 0, errors[-2000:]
+    resumed = train(2, tmp_path, "--pod.shape 1x2")
     assert resumed["steps"] == 23
-    assert len(losses(tmp_path)) == 23
+    assert len(read_losses(tmp_path)) == 23

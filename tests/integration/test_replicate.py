@@ -1,11 +1,11 @@
-"""What two processes both hold comes to all their devices without being sent; what differs is found out."""
+"""Arrays that two processes both have are placed on all their devices without being sent; differences are detected."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-from support.processes import environment, free_port
+from support.processes import find_free_port, make_environment
 
 TIMEOUT_S = 240
 PROGRAM = """
@@ -21,10 +21,10 @@ coordinator, number = sys.argv[1], int(sys.argv[2])
 group.join(coordinator, 2, number)
 here = pod.find_pod("1x2", cores=2)
 send, sent = multihost_utils.process_allgather, []
-def counting(arrays, **how):
+def count(arrays, **how):
     sent.append(np.asarray(arrays).nbytes)
     return send(arrays, **how)
-multihost_utils.process_allgather = counting
+multihost_utils.process_allgather = count
 
 tree = {"weights": np.arange(50_000, dtype=np.float32).reshape(100, 500), "step": np.int32(7)}
 there = placement.replicate(tree, here.mesh())
@@ -44,13 +44,13 @@ group.leave()
 
 @pytest.mark.processes(2)
 def test_arrays_of_two_processes_are_compared_by_checksum():
-    coordinator = f"127.0.0.1:{free_port()}"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), "text": True}
+    coordinator = f"127.0.0.1:{find_free_port()}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": make_environment(), "text": True}
     started = [subprocess.Popen([sys.executable, "-c", PROGRAM, coordinator, str(i)], **pipes) for i in range(2)]
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs[0][1][-2000:]
     for out, _ in outputs:
-        found = json.loads(out.splitlines()[-1])
-        assert (found["devices"], found["copies"], found["same"], found["step"]) == (4, 2, True, 7)
-        assert 0 < found["sent"] <= 12  # a checksum for each of three arrays, not their 200,000 bytes
-        assert found["refused"].startswith("process 1 has come to other numbers than the first")
+        result = json.loads(out.splitlines()[-1])
+        assert (result["devices"], result["copies"], result["same"], result["step"]) == (4, 2, True, 7)
+        assert 0 < result["sent"] <= 12  # a checksum for each of three arrays, not their 200,000 bytes
+        assert result["refused"].startswith("process 1 has come to other numbers than the first")

@@ -1,81 +1,81 @@
-"""What processes tell each other through JAX's store: a real one, with three clients in one process."""
+"""Processes that monitor each other through JAX's store: a real one, with three clients in one process."""
 
 import json
 import subprocess
 import sys
 
-from support.processes import free_port
+from support.processes import find_free_port
 
 PROGRAM = """
 import json, sys, threading, time
 from jax._src.lib import _jax
-from podscale.processes import heartbeat as peers
+from podscale.processes import heartbeat
 
 address = sys.argv[1]
 service = _jax.get_distributed_runtime_service(address, 3)
 stores = [_jax.get_distributed_runtime_client(address, number) for number in range(3)]
-joining = [threading.Thread(target=store.connect) for store in stores]
-[thread.start() for thread in joining], [thread.join() for thread in joining]
+threads = [threading.Thread(target=store.connect) for store in stores]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
 
-told = {}
+exits = {}
 
-class Noting(peers.PeerMonitor):
-    def _leave(self, found):
-        told.setdefault(self._process, found)
+class RecordingMonitor(heartbeat.PeerMonitor):
+    def _exit(self, group_exit):
+        exits.setdefault(self._process, group_exit)
 
-zero, one, two = (Noting(store, number, 3, heartbeat_s=5.0) for number, store in enumerate(stores))
+zero, one, two = (RecordingMonitor(store, number, 3, heartbeat_s=5.0) for number, store in enumerate(stores))
 
-def until(ready, limit_s=30):
+def wait_until(is_ready, limit_s=30):
     deadline = time.monotonic() + limit_s
-    while not ready() and time.monotonic() < deadline:
+    while not is_ready() and time.monotonic() < deadline:
         time.sleep(0.05)
 
-found, met = {}, []
+results, passed = {}, []
 
-def meeting(peer, after_s):
+def wait_for_peers(monitor, after_s):
     time.sleep(after_s)
-    peer.meet()
-    met.append(time.monotonic() - began)
+    monitor.wait_for_peers()
+    passed.append(time.monotonic() - start)
 
-began = time.monotonic()
-going = [threading.Thread(target=meeting, args=(peer, after)) for peer, after in ((zero, 0), (one, 0), (two, 1.5))]
-[thread.start() for thread in going], [thread.join() for thread in going]
-found["all wait for the last"] = len(met) == 3 and min(met) >= 1.5
+start = time.monotonic()
+threads = [threading.Thread(target=wait_for_peers, args=case) for case in ((zero, 0), (one, 0), (two, 1.5))]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+results["all wait for the last"] = len(passed) == 3 and min(passed) >= 1.5
 time.sleep(2)
-found["all is well"] = zero.end() is None
-two.part()
-one.complain('the sum failed')
-time.sleep(6)  # longer than the silence of one that is gone
-found["who has left is not missed"] = zero.end() is None and not told
-one._over.set()  # silent, as a dead one is
-until(lambda: len(told) == 1)
-found["why"] = told[0].why if 0 in told else ""
-found["code"] = told[0].code if 0 in told else 0
-found["the first word counts"] = one.call_end(2, "something else") == zero.end() == told.get(0)
-print(json.dumps(found), flush=True)
+results["no exit while all are alive"] = zero.read_exit() is None
+two.stop()
+one.report_trouble('the sum failed')
+time.sleep(6)  # longer than the limit for a process that is gone
+results["a process that has left is not missed"] = zero.read_exit() is None and not exits
+one._stopped.set()  # silent, as a dead process is
+wait_until(lambda: len(exits) == 1)
+results["reason"] = exits[0].reason if 0 in exits else ""
+results["code"] = exits[0].code if 0 in exits else 0
+results["the first request counts"] = one.request_exit(2, "something else") == zero.read_exit() == exits.get(0)
+print(json.dumps(results), flush=True)
 import os
 os._exit(0)
 """
 
 
-def test_who_leaves_is_not_missed_and_who_falls_silent_is():
+def test_a_process_that_leaves_is_not_missed_and_a_silent_one_is():
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, f"127.0.0.1:{free_port()}"],
+        [sys.executable, "-c", PROGRAM, f"127.0.0.1:{find_free_port()}"],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    why = found.pop("why")
-    assert found == {
+    results = json.loads(done.stdout)
+    reason = results.pop("reason")
+    assert results == {
         "all wait for the last": True,
-        "all is well": True,
-        "who has left is not missed": True,
+        "no exit while all are alive": True,
+        "a process that has left is not missed": True,
         "code": 69,
-        "the first word counts": True,
+        "the first request counts": True,
     }
-    assert why.startswith("process 1 on ")
-    assert "is gone: no sign of life for" in why
-    assert why.endswith("(process 1: the sum failed)")
+    assert reason.startswith("process 1 on ")
+    assert "is gone: no sign of life for" in reason
+    assert reason.endswith("(process 1: the sum failed)")

@@ -13,14 +13,14 @@ import pytest
 from support.processes import (
     PROGRAM,
     STEPS,
-    alone,
     assert_same_to_rounding,
-    children,
-    ended,
-    launched,
-    started,
-    succeeded,
-    until_step,
+    list_children,
+    start,
+    start_launcher,
+    train_in_process,
+    wait_for_exit,
+    wait_for_step,
+    wait_for_success,
 )
 
 from podscale.cli.main import main
@@ -40,16 +40,16 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: str(value)[:40])
-def test_a_mistake_starts_nothing(arguments, words, capfd, monkeypatch):
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_starts_nothing(arguments, message, capfd, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     assert main(["launch", *arguments]) == 2
-    assert words in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
-def test_what_the_processes_refuse_is_said_once_and_not_tried_again(tmp_path):
+def test_a_user_error_of_the_processes_is_printed_once_without_a_restart(tmp_path):
     command = [*PROGRAM, "launch", "-n", 2, "--restarts", 5, "--logs", tmp_path / "logs", "train", "nonesuch"]
-    (code,), ((out, err),) = ended([started(command)])
+    (code,), ((out, err),) = wait_for_exit([start(command)])
     assert code == 2
     assert err.count("podscale: there is no recipe") == 1
     assert "starting again" not in err
@@ -57,13 +57,13 @@ def test_what_the_processes_refuse_is_said_once_and_not_tried_again(tmp_path):
     assert not out
 
 
-def test_deaths_are_told_and_signals_come_before_what_followed_from_them():
+def test_the_cause_of_several_exits_is_a_signal_before_an_exit_code():
     assert launch._find_cause([ProcessExit(0, 69), ProcessExit(3, 1), ProcessExit(2, -9)]) == ProcessExit(2, -9)
     assert launch._find_cause([ProcessExit(0, 69), ProcessExit(3, 70)]) == ProcessExit(3, 70)
     assert ProcessExit(1, -15).code == 69
 
 
-def test_gpus_are_shared_among_the_processes(monkeypatch):
+def test_gpus_are_divided_among_the_processes(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert launch._assign_gpus(["train"], 2) == ["4,5", "6,7"]
@@ -73,28 +73,28 @@ def test_gpus_are_shared_among_the_processes(monkeypatch):
         launch._assign_gpus(["train"], 8)
 
 
-def listening(pid):
-    """Local addresses, in the kernel's hexadecimal, on which a process listens."""
+def list_listening_addresses(pid):
+    """Return local addresses on which a process listens, in the kernel's hexadecimal."""
     sockets = set()
     for number in os.listdir(f"/proc/{pid}/fd"):
         try:
             sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
         except FileNotFoundError:
             continue
-    found = []
+    addresses = []
     for table in ("tcp", "tcp6"):
         with open(f"/proc/{pid}/net/{table}") as file:
             rows = [line.split() for line in file][1:]
-        found += [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-    return found
+        addresses += [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return addresses
 
 
 # 127.0.0.1; the same as the kernel writes it for a socket that could do IPv6 as well
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-def reachable(folder):
-    """A command under which this machine's name stands for an address that others can reach, as on most clusters."""
+def make_reachable(folder):
+    """Return a command under which this machine's name resolves to an address that others can reach, as on clusters."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -109,20 +109,20 @@ def reachable(folder):
 
 
 @pytest.mark.processes(2)
-def test_a_launched_training_listens_on_loopback_stops_when_asked_and_goes_on(tmp_path):
-    """The machine's share of a simulated pod; SIGTERM to the launcher; the same command again."""
+def test_a_launched_training_listens_on_loopback_stops_on_sigterm_and_resumes(tmp_path):
+    """On a simulated pod: SIGTERM to the launcher, then the same command again."""
     run = tmp_path / "run"
-    alone(tmp_path / "one", "2x2")
-    first = launched(2, run, "--pod.virtual", "2x2", under=reachable(tmp_path))
-    until_step(run, 5, first)
-    addresses = [listening(pid) for pid in children(first)]
+    train_in_process(tmp_path / "one", "2x2")
+    first = start_launcher(2, run, "--pod.virtual", "2x2", under=make_reachable(tmp_path))
+    wait_for_step(run, 5, first)
+    addresses = [list_listening_addresses(pid) for pid in list_children(first)]
     first.send_signal(signal.SIGTERM)
-    (code,), ((out, err),) = ended([first])
+    (code,), ((out, err),) = wait_for_exit([first])
     assert code == PREEMPTED, err[-3000:]
     assert not out
     assert len(addresses) == 2
-    assert all(found and set(found) <= LOOPBACK for found in addresses), addresses
-    out, err = succeeded(launched(2, run, "--pod.virtual", "2x2"))
+    assert all(listening and set(listening) <= LOOPBACK for listening in addresses), addresses
+    out, err = wait_for_success(start_launcher(2, run, "--pod.virtual", "2x2"))
     assert json.loads(out)["steps"] == STEPS
     assert "resuming after step" in err
     assert "cpu, 2x2 torus, 2 hosts" in err
@@ -131,25 +131,25 @@ def test_a_launched_training_listens_on_loopback_stops_when_asked_and_goes_on(tm
 
 @pytest.mark.slow
 @pytest.mark.processes(2)
-def test_a_killed_process_is_named_and_the_run_resumes_by_itself(tmp_path):
-    launcher = launched(2, tmp_path, "--plan.save_steps", 5, launch=["--restarts", 2])
-    until_step(tmp_path, 17, launcher)
-    os.kill(children(launcher)[1], signal.SIGKILL)
-    out, err = succeeded(launcher)
+def test_a_killed_process_is_named_and_the_run_restarts(tmp_path):
+    launcher = start_launcher(2, tmp_path, "--plan.save_steps", 5, launch=["--restarts", 2])
+    wait_for_step(tmp_path, 17, launcher)
+    os.kill(list_children(launcher)[1], signal.SIGKILL)
+    out, err = wait_for_success(launcher)
     assert "podscale: process 1 was killed by SIGKILL; starting again (1 of 2)" in err
-    resumed = int(re.search(r"resuming after step (\d+)", err)[1])
-    assert resumed in (10, 15, 20)  # the one before, if the last had not yet been written
+    resumed_step = int(re.search(r"resuming after step (\d+)", err)[1])
+    assert resumed_step in (10, 15, 20)  # the one before, if the last was not yet written
     assert json.loads(out)["steps"] == STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.processes(2)
-def test_without_restarts_the_death_is_named_and_all_end(tmp_path):
-    launcher = launched(2, tmp_path)
-    until_step(tmp_path, 5, launcher)
-    members = children(launcher)
+def test_without_restarts_a_killed_process_is_named_and_all_end(tmp_path):
+    launcher = start_launcher(2, tmp_path)
+    wait_for_step(tmp_path, 5, launcher)
+    members = list_children(launcher)
     os.kill(members[1], signal.SIGKILL)
-    (code,), ((_, err),) = ended([launcher])
+    (code,), ((_, err),) = wait_for_exit([launcher])
     assert code == 69
     assert "podscale: process 1 was killed by SIGKILL\n" in err
     assert not any(os.path.exists(f"/proc/{member}") for member in members)
@@ -158,9 +158,9 @@ def test_without_restarts_the_death_is_named_and_all_end(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes(2)
 def test_processes_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    launcher = launched(2, tmp_path)
-    until_step(tmp_path, 5, launcher)
-    members = children(launcher)
+    launcher = start_launcher(2, tmp_path)
+    wait_for_step(tmp_path, 5, launcher)
+    members = list_children(launcher)
     launcher.kill()
     launcher.communicate()
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What launchers tell their processes, and what is made of it."""
+"""Process groups are detected from the variables of real launchers."""
 
 import http.server
 import socket
@@ -29,32 +29,41 @@ OPEN_MPI = {
 }
 
 
-def host(place):
-    return place.coordinator.rpartition(":")[0]
+def get_host(info):
+    return info.coordinator.rpartition(":")[0]
 
 
-def port(place):
-    return int(place.coordinator.rpartition(":")[2])
+def get_port(info):
+    return int(info.coordinator.rpartition(":")[2])
 
 
 def test_without_a_launcher_there_is_one_process(tmp_path):
     assert schedulers.detect_process_info({}, tmp_path) is None
 
 
-def test_slurms_tasks_find_the_first_host():
-    place = schedulers.detect_process_info(SLURM)
-    assert (place.processes, place.process, place.local_process, place.local_processes, host(place)) == (6, 3, 1, 2, "gpu07")
-    assert place.get_bind_address() is None
-    assert schedulers.detect_process_info(SLURM | {"SLURM_PROCID": "5", "SLURM_NODEID": "2"}).coordinator == place.coordinator
-    assert schedulers.detect_process_info(SLURM | {"SLURM_STEP_ID": "1"}).coordinator != place.coordinator
-    assert 61440 <= port(place) < 65536
+def test_slurm_tasks_connect_to_the_first_host():
+    info = schedulers.detect_process_info(SLURM)
+    assert (info.processes, info.process, info.local_process, info.local_processes, get_host(info)) == (
+        6,
+        3,
+        1,
+        2,
+        "gpu07",
+    )
+    assert info.get_bind_address() is None
+    assert (
+        schedulers.detect_process_info(SLURM | {"SLURM_PROCID": "5", "SLURM_NODEID": "2"}).coordinator
+        == info.coordinator
+    )
+    assert schedulers.detect_process_info(SLURM | {"SLURM_STEP_ID": "1"}).coordinator != info.coordinator
+    assert 61440 <= get_port(info) < 65536
 
 
 def test_on_one_node_only_loopback_is_used():
-    place = schedulers.detect_process_info(SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "6"})
-    assert (host(place), place.local_processes, place.get_bind_address()) == ("127.0.0.1", 1, place.coordinator)
+    info = schedulers.detect_process_info(SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "6"})
+    assert (get_host(info), info.local_processes, info.get_bind_address()) == ("127.0.0.1", 1, info.coordinator)
     alone = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    assert host(schedulers.detect_process_info(alone)) == "127.0.0.1"
+    assert get_host(schedulers.detect_process_info(alone)) == "127.0.0.1"
 
 
 def test_one_task_is_one_process():
@@ -62,40 +71,43 @@ def test_one_task_is_one_process():
     assert schedulers.detect_process_info(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
 
 
-def test_a_batch_script_itself_is_no_task(tmp_path):
-    assert schedulers.detect_process_info({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, tmp_path) is None
+def test_a_batch_script_is_not_a_task(tmp_path):
+    assert (
+        schedulers.detect_process_info({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, tmp_path)
+        is None
+    )
 
 
-def test_open_mpi_tells_more_than_slurm_around_it():
-    place = schedulers.detect_process_info(SLURM | OPEN_MPI)
-    assert (place.launcher, place.processes, place.process, host(place)) == ("Open MPI", 4, 2, "192.0.2.2")
+def test_open_mpi_takes_precedence_over_slurm():
+    info = schedulers.detect_process_info(SLURM | OPEN_MPI)
+    assert (info.launcher, info.processes, info.process, get_host(info)) == ("Open MPI", 4, 2, "192.0.2.2")
 
 
-def test_a_newer_open_mpi_needs_to_be_told_where_the_first_process_is():
+def test_newer_open_mpi_needs_the_address_of_the_first_process():
     newer = {k: v for k, v in OPEN_MPI.items() if "uri" not in k} | {"PMIX_NAMESPACE": "prterun-a-1@1"}
     with pytest.raises(UserError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"):
         schedulers.detect_process_info(newer)
     assert schedulers.detect_process_info(newer | {"JAX_COORDINATOR_ADDRESS": "a:1"}).coordinator == "a:1"
-    assert host(schedulers.detect_process_info(newer | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})) == "127.0.0.1"
+    assert get_host(schedulers.detect_process_info(newer | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})) == "127.0.0.1"
 
 
-def test_the_port_may_be_chosen():
+def test_the_port_can_be_set():
     for environment in (SLURM, OPEN_MPI):
-        assert port(schedulers.detect_process_info(environment | {"JAX_COORDINATOR_PORT": "1234"})) == 1234
+        assert get_port(schedulers.detect_process_info(environment | {"JAX_COORDINATOR_PORT": "1234"})) == 1234
 
 
-def test_a_pod_of_an_indexed_job_finds_its_first(monkeypatch):
+def test_a_pod_of_an_indexed_job_derives_the_name_of_the_first(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "digits-workers-0-3.digits.default.svc.cluster.local")
-    place = schedulers.detect_process_info({"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4"})
-    assert (place.launcher, place.process, place.processes) == ("Kubernetes", 3, 4)
-    assert host(place) == "digits-workers-0-0.digits.default.svc.cluster.local"
+    info = schedulers.detect_process_info({"JOB_COMPLETION_INDEX": "3", "JAX_NUM_PROCESSES": "4"})
+    assert (info.launcher, info.process, info.processes) == ("Kubernetes", 3, 4)
+    assert get_host(info) == "digits-workers-0-0.digits.default.svc.cluster.local"
 
 
-def test_an_indexed_job_of_trainings_on_their_own_is_left_alone(tmp_path):
+def test_an_indexed_job_of_separate_trainings_is_not_a_process_group(tmp_path):
     assert schedulers.detect_process_info({"JOB_COMPLETION_INDEX": "3"}, tmp_path) is None
 
 
-def test_jaxs_own_variables_are_all_or_none():
+def test_jax_variables_must_be_set_together():
     three = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "a:1"}
     assert schedulers.detect_process_info(three).describe() == "process 1 of 2, told by the environment"
     for name in ("JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"):
@@ -103,81 +115,81 @@ def test_jaxs_own_variables_are_all_or_none():
             schedulers.detect_process_info({k: v for k, v in three.items() if k != name})
 
 
-def test_the_hosts_of_a_tpu_slice_are_named():
+def test_hosts_of_a_tpu_slice_are_detected():
     four = {"TPU_WORKER_HOSTNAMES": "t0,t1,t2,t3", "TPU_WORKER_ID": "2"}
-    place = schedulers.detect_process_info(four)
-    assert (place.coordinator, place.processes, place.process) == ("t0:8482", 4, 2)
+    info = schedulers.detect_process_info(four)
+    assert (info.coordinator, info.processes, info.process) == ("t0:8482", 4, 2)
     second = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "first:8080"}
-    place = schedulers.detect_process_info(four | second)
-    assert (place.coordinator, place.processes, place.process) == ("first:8482", 8, 6)
+    info = schedulers.detect_process_info(four | second)
+    assert (info.coordinator, info.processes, info.process) == ("first:8482", 8, 6)
 
 
 @pytest.fixture
 def metadata():
-    """Google's metadata server, as far as a TPU machine asks it."""
-    known = {"agent-worker-number": "1", "worker-network-endpoints": "a:0:10.0.0.1,b:1:10.0.0.2"}
+    """A server that answers a TPU machine as Google's metadata server does."""
+    attributes = {"agent-worker-number": "1", "worker-network-endpoints": "a:0:10.0.0.1,b:1:10.0.0.2"}
 
     class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            value = known.get(self.path.rpartition("/")[2])
-            good = value is not None and self.headers["Metadata-Flavor"] == "Google"
-            self.send_response(200 if good else 404)
+            value = attributes.get(self.path.rpartition("/")[2])
+            is_valid = value is not None and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if is_valid else 404)
             self.end_headers()
-            self.wfile.write(value.encode() if good else b"")
+            self.wfile.write(value.encode() if is_valid else b"")
 
         def log_message(self, *_):
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}, known
+    yield {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}, attributes
     server.shutdown()
     server.server_close()
 
 
-def chip(machine, vendor="0x1ae0"):
+def add_chip(machine, vendor="0x1ae0"):
     folder = machine / "sys/bus/pci/devices/0000:00:04.0"
     folder.mkdir(parents=True)
     (folder / "vendor").write_text(vendor + "\n")
     return machine
 
 
-def test_a_tpu_machine_asks_who_else_is_there(metadata, tmp_path):
-    environment, known = metadata
-    machine = chip(tmp_path)
-    place = schedulers.detect_process_info(environment, machine)
-    assert (place.coordinator, place.processes, place.process) == ("10.0.0.1:8482", 2, 1)
-    known["worker-network-endpoints"] = "10.0.0.1,10.0.0.2,10.0.0.3"
+def test_a_tpu_machine_queries_the_metadata_server(metadata, tmp_path):
+    environment, attributes = metadata
+    machine = add_chip(tmp_path)
+    info = schedulers.detect_process_info(environment, machine)
+    assert (info.coordinator, info.processes, info.process) == ("10.0.0.1:8482", 2, 1)
+    attributes["worker-network-endpoints"] = "10.0.0.1,10.0.0.2,10.0.0.3"
     assert schedulers.detect_process_info(environment, machine).processes == 3
-    known["worker-network-endpoints"] = "10.0.0.1"
+    attributes["worker-network-endpoints"] = "10.0.0.1"
     assert schedulers.detect_process_info(environment, machine) is None
     assert schedulers.detect_process_info(environment | {"JAX_PLATFORMS": "cpu"}, machine) is None
-    known.clear()
+    attributes.clear()
     assert schedulers.detect_process_info(environment, machine) is None
 
 
-def test_a_machine_without_tpus_asks_nobody(metadata, tmp_path):
+def test_a_machine_without_tpus_queries_nothing(metadata, tmp_path):
     environment, _ = metadata
-    assert schedulers.detect_process_info(environment, chip(tmp_path, vendor="0x8086")) is None
+    assert schedulers.detect_process_info(environment, add_chip(tmp_path, vendor="0x8086")) is None
 
 
-def test_a_process_without_a_number_is_told_so():
+def test_a_missing_process_number_is_refused():
     with pytest.raises(UserError, match="SLURM_PROCID"):
         schedulers.detect_process_info({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"})
 
 
 @pytest.mark.parametrize("coordinator", ["localhost:1", "127.0.0.1:80", "[::1]:9"])
-def test_a_coordinator_on_loopback_listens_there_alone(coordinator):
+def test_a_coordinator_on_loopback_listens_only_there(coordinator):
     assert schedulers.make_process_info(coordinator, 2, 0).get_bind_address() == coordinator
 
 
 @pytest.mark.parametrize("coordinator", ["localhost", ":1", "a:b", "a:"])
-def test_a_coordinator_that_is_none_is_refused(coordinator):
+def test_an_invalid_coordinator_is_refused(coordinator):
     with pytest.raises(UserError, match="HOST:PORT"):
         schedulers.make_process_info(coordinator, 2, 0)
 
 
-def test_gpus_are_shared_out():
+def test_gpus_are_divided_among_local_processes():
     assert [schedulers.assign_gpus(i, 3, 8) for i in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
     assert schedulers.assign_gpus(3, 4, 1) is None  # the one that the scheduler gave to this task
     with pytest.raises(UserError, match="cannot share 2 GPUs"):

@@ -1,4 +1,4 @@
-"""A Slurm of our own: one node, this machine, with daemons that live as long as a `with` block."""
+"""A Slurm cluster for tests: one node, this machine, with daemons that live as long as a `with` block."""
 
 import getpass
 import os
@@ -47,19 +47,19 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscri
 """
 
 
-def missing():
-    """Why there can be no Slurm here; empty if there can."""
-    absent = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
+def explain_missing():
+    """Return why Slurm cannot run here; empty if it can."""
+    absent = [name for name in PROGRAMS if not shutil.which(name, path=_extend_path())]
     if absent:
         return f"needs Debian's slurmctld, slurmd and munge: there is no {', '.join(absent)}"
     return "" if os.geteuid() == 0 else "only root may start Slurm's daemons"
 
 
-def _path():
+def _extend_path():
     return os.environ.get("PATH", "") + ":/usr/sbin:/usr/bin"
 
 
-def _free_ports(count):
+def _find_free_ports(count):
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
@@ -70,7 +70,7 @@ def _free_ports(count):
 
 
 class Slurm:
-    """The running cluster: `run` its commands."""
+    """The running cluster; `run` runs its commands."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -79,35 +79,35 @@ class Slurm:
     def run(self, *command, timeout_s=30, check=True, environment=None):
         done = subprocess.run(
             list(map(str, command)),
-            env=(os.environ | {"PATH": _path()} if environment is None else environment) | self.environment,
+            env=(os.environ | {"PATH": _extend_path()} if environment is None else environment) | self.environment,
             capture_output=True,
             text=True,
             timeout=timeout_s,
             check=False,
         )
-        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.read_logs()}"
         return done.stdout
 
     def submit(self, *command, environment):
-        """Hands a batch job in; returns its number."""
+        """Submit a batch job; return its number."""
         return int(re.search(r"\d+", self.run("sbatch", *command, environment=environment))[0])
 
-    def job(self, number):
-        """What the controller knows of a job."""
+    def show_job(self, number):
+        """Return what the controller knows of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def wait(self, number, timeout_s):
-        """The state in which a job has come to its end."""
+        """Wait for a job, and return the state in which it ended."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            state = self.job(number)["JobState"]
+            state = self.show_job(number)["JobState"]
             if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
                 return state
             time.sleep(0.3)
         self.run("scancel", "-s", "KILL", number, check=False)
-        raise AssertionError(f"job {number} did not end: {self.job(number)}{self.logs()}")
+        raise AssertionError(f"job {number} did not end: {self.show_job(number)}{self.read_logs()}")
 
-    def logs(self):
+    def read_logs(self):
         return "".join(
             f"\n--- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
             for path in [*self.folder.glob("*.log"), *self.folder.glob("*.out")]
@@ -115,11 +115,11 @@ class Slurm:
 
 
 @contextmanager
-def slurm(folder):
-    """Munge, slurmctld and slurmd, up within seconds; gone afterwards, whatever happened."""
+def start_slurm(folder):
+    """Start munge, slurmctld and slurmd within seconds; stop them afterwards in any case."""
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
-    controller_port, node_port = _free_ports(2)
+    controller_port, node_port = _find_free_ports(2)
     config = CONFIG.format(
         host=socket.gethostname().partition(".")[0],
         user=getpass.getuser(),
@@ -133,8 +133,8 @@ def slurm(folder):
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    found, daemons = Slurm(folder), []
-    environment = os.environ | {"PATH": _path()} | found.environment
+    cluster, daemons = Slurm(folder), []
+    environment = os.environ | {"PATH": _extend_path()} | cluster.environment
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
     munged += [f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")]
@@ -145,11 +145,11 @@ def slurm(folder):
             daemons.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             output.close()
             if command is munged:
-                _until((folder / "munge.socket").exists, "munged")
-        _until(lambda: "idle" in found.run("sinfo", "-h", "-o", "%t", check=False), "Slurm", found)
-        yield found
+                _wait_until((folder / "munge.socket").exists, "munged")
+        _wait_until(lambda: "idle" in cluster.run("sinfo", "-h", "-o", "%t", check=False), "Slurm", cluster)
+        yield cluster
     finally:
-        found.run("scancel", "-s", "KILL", "-u", getpass.getuser(), check=False)
+        cluster.run("scancel", "-s", "KILL", "-u", getpass.getuser(), check=False)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in daemons:
@@ -160,8 +160,8 @@ def slurm(folder):
                 daemon.wait()
 
 
-def _until(ready, what, found=None):
+def _wait_until(is_ready, name, cluster=None):
     deadline = time.monotonic() + UP_S
-    while not ready():
-        assert time.monotonic() < deadline, f"{what} does not come up{found.logs() if found else ''}"
+    while not is_ready():
+        assert time.monotonic() < deadline, f"{name} does not start{cluster.read_logs() if cluster else ''}"
         time.sleep(0.2)
