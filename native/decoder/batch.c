@@ -4,58 +4,58 @@
 #include <string.h>
 
 enum {
-    IDLE = 64,            /* workers kept between batches */
-    KEPT_BYTES = 1 << 25, /* no worker that a huge picture made larger is kept */
+    MAX_IDLE_WORKERS = 64,    /* kept between batches */
+    MAX_IDLE_BYTES = 1 << 25, /* a worker that a huge image has made larger is freed */
 };
 
-/* Batches are small, and need not fetch their memory from the kernel each time. Slots are taken and filled by exchange,
- * without a lock that a fork could leave locked. */
-static _Atomic(Worker *) idle[IDLE];
+/* Workers are kept because batches are small and should not get their memory from the kernel each time. Slots are taken
+ * and filled by atomic exchange, without a lock that a fork could leave locked. */
+static _Atomic(Worker *) idle_workers[MAX_IDLE_WORKERS];
 
 static Worker *take_worker(int64_t max_pixels) {
-    for (int i = 0; i < IDLE; i++) {
-        Worker *worker = atomic_exchange(&idle[i], NULL);
+    for (int i = 0; i < MAX_IDLE_WORKERS; i++) {
+        Worker *worker = atomic_exchange(&idle_workers[i], NULL);
         if (worker) {
-            limit_pixels(worker, max_pixels);
+            set_max_pixels(worker, max_pixels);
             return worker;
         }
     }
-    return new_worker(max_pixels);
+    return create_worker(max_pixels);
 }
 
-static void put_back(Worker *worker) {
-    for (int i = 0; i < IDLE && worker_bytes(worker) <= KEPT_BYTES; i++) {
-        Worker *none = NULL;
-        if (atomic_compare_exchange_strong(&idle[i], &none, worker))
+static void return_worker(Worker *worker) {
+    for (int i = 0; i < MAX_IDLE_WORKERS && count_worker_bytes(worker) <= MAX_IDLE_BYTES; i++) {
+        Worker *empty = NULL;
+        if (atomic_compare_exchange_strong(&idle_workers[i], &empty, worker))
             return;
     }
     free_worker(worker);
 }
 
-static void *work(void *argument) {
+static void *run_tasks(void *argument) {
     Batch *batch = argument;
     Worker *worker = take_worker(batch->max_pixels);
     size_t i;
     while ((i = atomic_fetch_add(&batch->next, 1)) < batch->count) {
-        Job *job = &batch->jobs[i];
+        CropTask *task = &batch->tasks[i];
         if (!worker)
-            strcpy(job->reason, "out of memory");
-        else if (job->width)
-            crop_pixels(worker, &job->source, job->width, job->height, &job->crop, job->reason);
+            strcpy(task->reason, "out of memory");
+        else if (task->width)
+            crop_pixels(worker, &task->source, task->width, task->height, &task->crop, task->reason);
         else
-            crop_picture(worker, &job->source, &job->crop, job->reason);
+            crop_image(worker, &task->source, &task->crop, task->reason);
     }
     if (worker)
-        put_back(worker);
+        return_worker(worker);
     return NULL;
 }
 
-void work_in_threads(Batch *batch, int threads) {
+void run_batch(Batch *batch, int threads) {
     pthread_t others[MAX_THREADS];
     int started = 0;
-    while (started < threads - 1 && pthread_create(&others[started], NULL, work, batch) == 0)
+    while (started < threads - 1 && pthread_create(&others[started], NULL, run_tasks, batch) == 0)
         started++;
-    work(batch);
+    run_tasks(batch);
     while (started > 0)
         pthread_join(others[--started], NULL);
 }

@@ -11,18 +11,18 @@ enum { MAX_THREADS = 256 };
 typedef struct {
     Source source;
     Crop crop;
-    int width, height;         /* 0 for encoded pictures */
+    int width, height;         /* 0 for encoded images */
     char reason[REASON_BYTES]; /* empty where the crop succeeded */
-} Job;
+} CropTask;
 
 typedef struct {
     size_t count;
-    Job *jobs;
+    CropTask *tasks;
     int64_t max_pixels;
-    _Atomic size_t next; /* the first job that no thread has taken */
+    _Atomic size_t next; /* the first task that no thread has started */
 } Batch;
 
-/* Works in this thread and, as far as they can be had, in others. */
-void work_in_threads(Batch *batch, int threads);
+/* Runs all tasks, in this thread and in up to `threads` - 1 others, as many as can be started. */
+void run_batch(Batch *batch, int threads);
 
 #endif

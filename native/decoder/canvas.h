@@ -1,4 +1,5 @@
-/* A canvas: one crop's resize in progress. Rows of pixels come in from the top; finished rows go out to the batch. */
+/* A canvas: one crop's resize in progress. Rows of pixels are added from the top; finished rows are written to the
+ * batch. */
 #ifndef PODSCALE_CANVAS_H
 #define PODSCALE_CANVAS_H
 
@@ -14,23 +15,23 @@ typedef struct {
 } Crop;
 
 typedef struct {
-    Pass across, down; /* which columns and rows are needed: from .. to - 1 of each */
+    Pass horizontal, vertical; /* which columns and rows are needed: from .. to - 1 of each */
     const Crop *crop;
-    uint8_t *rows; /* what the horizontal pass made */
-    size_t room, stride;
-    int received, made;
-    int timed;
-    double seconds; /* spent in add_rows, where it is timed */
+    uint8_t *rows; /* output of the horizontal pass */
+    size_t capacity, stride;
+    int rows_received, rows_done;
+    int is_timed;
+    double seconds; /* spent in add_rows, if it is timed */
 } Canvas;
 
-/* Plans a crop of a picture; returns NULL, or why not. */
-const char *begin_canvas(Canvas *canvas, const Crop *crop, int width, int height);
+/* Plans a crop of an image; returns NULL, or the reason of a failure. */
+const char *start_canvas(Canvas *canvas, const Crop *crop, int width, int height);
 
-/* The next rows, from row down.from on. */
+/* Adds the next rows, starting with row vertical.from. */
 void add_rows(Canvas *canvas, const Lines *lines);
 
-size_t canvas_bytes(const Canvas *canvas); /* allocated */
+size_t count_canvas_bytes(const Canvas *canvas); /* that it has allocated */
 void free_canvas(Canvas *canvas);
-double now(void); /* seconds, for differences */
+double read_clock(void); /* in seconds, for differences */
 
 #endif

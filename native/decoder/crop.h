@@ -1,6 +1,7 @@
-/* Crops of pictures: reading, telling the format, decoding, resizing.
+/* Crops of images: reading, detecting the format, decoding, resizing.
  *
- * What this takes on, it does exactly as the plain twin would. Everything else it leaves to its caller, with a reason.
+ * The pixels are exactly those of the reference implementation (Pillow). Whatever cannot be done here is left to the
+ * caller, with a reason.
  */
 #ifndef PODSCALE_CROP_H
 #define PODSCALE_CROP_H
@@ -10,19 +11,19 @@
 
 enum { REASON_BYTES = 200 };
 
-typedef struct Worker Worker; /* one for each thread; what it has allocated is used again for the next picture */
+typedef struct Worker Worker; /* one for each thread; its buffers are reused for the next image */
 
-Worker *new_worker(int64_t max_pixels); /* NULL where memory ran out */
+Worker *create_worker(int64_t max_pixels); /* NULL if memory ran out */
 void free_worker(Worker *worker);
-void limit_pixels(Worker *worker, int64_t max_pixels);
-size_t worker_bytes(const Worker *worker); /* what it has allocated, about */
+void set_max_pixels(Worker *worker, int64_t max_pixels);
+size_t count_worker_bytes(const Worker *worker); /* that it has allocated, about */
 
-/* Each returns 0, or -1 and why not, in at most REASON_BYTES with the final zero; crop->out then holds anything.
- * The source holds an encoded picture, or packed RGB pixels, in memory. */
-int crop_picture(Worker *worker, const Source *source, const Crop *crop, char *reason);
+/* Each returns 0; or -1, and the reason in at most REASON_BYTES with the final zero, and crop->out is undefined.
+ * The source is an encoded image; for crop_pixels it is packed RGB pixels in memory. */
+int crop_image(Worker *worker, const Source *source, const Crop *crop, char *reason);
 int crop_pixels(Worker *worker, const Source *source, int width, int height, const Crop *crop, char *reason);
 
-/* As crop_picture, and adds the seconds that each stage took. Entropy decoding is done twice, to be timed alone. */
+/* Like crop_image, and adds the seconds that each stage took. Entropy decoding is done twice, to be timed alone. */
 typedef struct {
     double read, entropy, transform, resize;
 } Stages;

@@ -2,38 +2,39 @@
 
 #include "crop.h"
 
-enum { MOST_SCANS = 100 }; /* encoders make ten or so */
+enum { MAX_SCANS = 100 }; /* encoders write ten or so */
 
-_Noreturn void leave(Guard *guard, const char *reason) {
+_Noreturn void reject(Guard *guard, const char *reason) {
     snprintf(guard->reason, REASON_BYTES, "%s", reason);
     longjmp(guard->escape, 1);
 }
 
-void *needed(Guard *guard, void *memory) {
+void *require_memory(Guard *guard, void *memory) {
     if (!memory)
-        leave(guard, "out of memory");
+        reject(guard, "out of memory");
     return memory;
 }
 
 static _Noreturn void on_error(j_common_ptr jpeg) {
     char message[JMSG_LENGTH_MAX];
     jpeg->err->format_message(jpeg, message);
-    leave(jpeg->client_data, message);
+    reject(jpeg->client_data, message);
 }
 
-/* Pillow carries on after a warning, with pixels that depend on how the file reached libjpeg: it shall decide. */
+/* After a warning, Pillow continues, with pixels that depend on how the file reached libjpeg. Such files are left to
+ * it. */
 static void on_message(j_common_ptr jpeg, int level) {
     if (level < 0)
         on_error(jpeg);
 }
 
-static void nothing(j_decompress_ptr jpeg) {
+static void do_nothing(j_decompress_ptr jpeg) {
     (void)jpeg;
 }
 
-/* Called only when all bytes are used up. */
+/* Called only when all bytes have been read. */
 static boolean on_end(j_decompress_ptr jpeg) {
-    leave(jpeg->client_data, "the file is truncated");
+    reject(jpeg->client_data, "the file is truncated");
 }
 
 static void skip_bytes(j_decompress_ptr jpeg, long count) {
@@ -45,23 +46,23 @@ static void skip_bytes(j_decompress_ptr jpeg, long count) {
     source->bytes_in_buffer -= step;
 }
 
-/* A small file can ask for any number of passes over a large picture. */
+/* A small file can demand any number of passes over a large image. */
 static void on_progress(j_common_ptr jpeg) {
-    if (((j_decompress_ptr)jpeg)->input_scan_number > MOST_SCANS)
-        leave(jpeg->client_data, "too many scans");
+    if (((j_decompress_ptr)jpeg)->input_scan_number > MAX_SCANS)
+        reject(jpeg->client_data, "too many scans");
 }
 
-void create_guarded(Guard *guard, struct jpeg_decompress_struct *jpeg) {
+void create_decompressor(Guard *guard, struct jpeg_decompress_struct *jpeg) {
     jpeg->err = jpeg_std_error(&guard->errors);
     jpeg->client_data = guard;
     guard->errors.error_exit = on_error;
     guard->errors.emit_message = on_message;
     guard->source = (struct jpeg_source_mgr){
-        .init_source = nothing,
+        .init_source = do_nothing,
         .fill_input_buffer = on_end,
         .skip_input_data = skip_bytes,
         .resync_to_restart = jpeg_resync_to_restart,
-        .term_source = nothing,
+        .term_source = do_nothing,
     };
     jpeg_create_decompress(jpeg);
     jpeg->src = &guard->source;
@@ -69,12 +70,12 @@ void create_guarded(Guard *guard, struct jpeg_decompress_struct *jpeg) {
     jpeg->progress = &guard->progress;
 }
 
-void give_bytes(Guard *guard, const uint8_t *data, size_t length) {
+void set_input(Guard *guard, const uint8_t *data, size_t length) {
     guard->source.next_input_byte = data;
     guard->source.bytes_in_buffer = length;
 }
 
-int lacks_scans(const struct jpeg_decompress_struct *jpeg) {
+int has_missing_scans(const struct jpeg_decompress_struct *jpeg) {
     if (!jpeg->progressive_mode || !jpeg->coef_bits)
         return 0;
     for (int c = 0; c < jpeg->num_components; c++)

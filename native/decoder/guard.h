@@ -1,4 +1,4 @@
-/* A guard over libjpeg: errors and warnings become a reason and a long jump, bytes come from memory. */
+/* A guard around libjpeg: errors and warnings become a reason and a long jump; bytes come from memory. */
 #ifndef PODSCALE_GUARD_H
 #define PODSCALE_GUARD_H
 
@@ -17,18 +17,18 @@ typedef struct {
     struct jpeg_error_mgr errors;
     struct jpeg_source_mgr source;
     struct jpeg_progress_mgr progress;
-    jmp_buf escape; /* set by whoever calls libjpeg */
+    jmp_buf escape; /* set by the caller of libjpeg */
     char *reason;   /* REASON_BYTES */
 } Guard;
 
-_Noreturn void leave(Guard *guard, const char *reason);
-void *needed(Guard *guard, void *memory); /* leaves where it is NULL */
+_Noreturn void reject(Guard *guard, const char *reason); /* jumps to guard->escape */
+void *require_memory(Guard *guard, void *memory);        /* rejects if it is NULL */
 
-/* Makes a decompressor under the guard; the jump must have been set. */
-void create_guarded(Guard *guard, struct jpeg_decompress_struct *jpeg);
-void give_bytes(Guard *guard, const uint8_t *data, size_t length);
+/* Creates a decompressor with this guard; guard->escape must have been set. */
+void create_decompressor(Guard *guard, struct jpeg_decompress_struct *jpeg);
+void set_input(Guard *guard, const uint8_t *data, size_t length);
 
-/* A progressive file that lacks scans is smoothed, with a view on blocks all around. */
-int lacks_scans(const struct jpeg_decompress_struct *jpeg);
+/* libjpeg smooths a progressive file of which scans are missing, using the blocks all around each block. */
+int has_missing_scans(const struct jpeg_decompress_struct *jpeg);
 
 #endif

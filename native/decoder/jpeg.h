@@ -1,7 +1,7 @@
-/* A part of a JPEG file, resized: only the rows and columns that the result needs are decoded.
+/* Crops of JPEG files: only the rows and columns that the result needs are decoded.
  *
- * Left to the caller: files with any flaw that libjpeg would warn of, inks, more than 8 bits, arithmetic coding,
- * pictures that EXIF turns, boxes that leave the picture.
+ * Left to the caller: files with any flaw that libjpeg would warn of, CMYK, more than 8 bits, arithmetic coding, images
+ * that EXIF rotates or flips, boxes that leave the image.
  */
 #ifndef PODSCALE_JPEG_H
 #define PODSCALE_JPEG_H
@@ -10,22 +10,22 @@
 
 typedef struct Decoder Decoder;
 
-Decoder *new_decoder(void); /* NULL where memory ran out; to be limited before use */
-void limit_decoder(Decoder *decoder, int64_t max_pixels);
-size_t decoder_bytes(const Decoder *decoder);
+Decoder *create_decoder(void); /* NULL if memory ran out; call set_decoder_limit before use */
+void set_decoder_limit(Decoder *decoder, int64_t max_pixels);
+size_t count_decoder_bytes(const Decoder *decoder);
 void free_decoder(Decoder *decoder);
 
-/* As crop_picture. */
+/* Returns like crop_image. */
 int crop_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop, char *reason);
 
-/* The whole picture, uint8 [height, width, 3], to be freed. Returns as crop_picture. */
+/* Decodes the whole image, uint8 [height, width, 3]; the caller frees the pixels. Returns like crop_image. */
 typedef struct {
     int width, height;
     uint8_t *pixels;
-} Whole;
-int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, Whole *whole, char *reason);
+} DecodedImage;
+int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, DecodedImage *image, char *reason);
 
-/* Does nothing but the entropy decoding that the crop needs, of a picture that could be cropped. */
-void skim_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop);
+/* Does only the entropy decoding that the crop needs, of an image that crop_jpeg has cropped. */
+void entropy_decode_jpeg(Decoder *decoder, Canvas *canvas, const uint8_t *data, size_t length, const Crop *crop);
 
 #endif

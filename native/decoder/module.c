@@ -1,4 +1,4 @@
-/* podscale.data._native: crops in batches, without Python's lock. What each function does is said in _native.pyi. */
+/* podscale.data._native: crops in batches, without Python's global lock. _native.pyi documents each function. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -12,104 +12,105 @@
 
 /* --- arguments ---------------------------------------------------------------------------------------------------- */
 
-/* What both kinds of crops have in common. */
+/* The arguments that both kinds of crops share. */
 typedef struct {
     Py_buffer offsets, boxes, flips, out;
     int size, threads;
-} Common;
+} Arguments;
 
-static void release(Common *common) {
-    PyBuffer_Release(&common->offsets);
-    PyBuffer_Release(&common->boxes);
-    PyBuffer_Release(&common->flips);
-    PyBuffer_Release(&common->out);
+static void release_arguments(Arguments *arguments) {
+    PyBuffer_Release(&arguments->offsets);
+    PyBuffer_Release(&arguments->boxes);
+    PyBuffer_Release(&arguments->flips);
+    PyBuffer_Release(&arguments->out);
 }
 
-static int holds(const Py_buffer *buffer, Py_ssize_t n, size_t bytes) {
+static int has_elements(const Py_buffer *buffer, Py_ssize_t n, size_t bytes) {
     return buffer->len == n * (Py_ssize_t)bytes;
 }
 
-/* The common part of every job; -1 with an exception where lengths do not fit. There need be no `out`. */
-static int fill(Job *jobs, Py_ssize_t n, const Common *common) {
-    int size = common->size;
-    if (size < 1 || size > MAX_SIZE || common->threads < 1 || common->threads > MAX_THREADS)
+/* Fills in what all tasks share; returns -1 with an exception if a buffer has the wrong length. `out` may be absent. */
+static int fill_tasks(CropTask *tasks, Py_ssize_t n, const Arguments *arguments) {
+    int size = arguments->size;
+    const Py_buffer *out = &arguments->out;
+    if (size < 1 || size > MAX_SIZE || arguments->threads < 1 || arguments->threads > MAX_THREADS)
         PyErr_SetString(PyExc_ValueError, "size or threads out of range");
-    else if (!holds(&common->offsets, n, sizeof(int64_t)))
+    else if (!has_elements(&arguments->offsets, n, sizeof(int64_t)))
         PyErr_SetString(PyExc_ValueError, "offsets must be int64 [n]");
-    else if (!holds(&common->boxes, n, 4 * sizeof(double)) || !holds(&common->flips, n, 1))
+    else if (!has_elements(&arguments->boxes, n, 4 * sizeof(double)) || !has_elements(&arguments->flips, n, 1))
         PyErr_SetString(PyExc_ValueError, "boxes must be float64 [n, 4] and flips bool [n]");
-    else if (common->out.obj && (common->out.len / 3 / size / size != n || common->out.len != n * 3 * size * size))
+    else if (out->obj && (out->len / 3 / size / size != n || out->len != n * 3 * size * size))
         PyErr_SetString(PyExc_ValueError, "out must be uint8 [n, size, size, 3]");
     if (PyErr_Occurred())
         return -1;
     for (Py_ssize_t i = 0; i < n; i++) {
-        Crop *crop = &jobs[i].crop;
-        memcpy(&jobs[i].source.offset, (const int64_t *)common->offsets.buf + i, sizeof(int64_t));
-        memcpy(crop->box, (const double *)common->boxes.buf + 4 * i, sizeof crop->box);
-        crop->flip = ((const char *)common->flips.buf)[i] != 0;
+        Crop *crop = &tasks[i].crop;
+        memcpy(&tasks[i].source.offset, (const int64_t *)arguments->offsets.buf + i, sizeof(int64_t));
+        memcpy(crop->box, (const double *)arguments->boxes.buf + 4 * i, sizeof crop->box);
+        crop->flip = ((const char *)arguments->flips.buf)[i] != 0;
         crop->size = size;
-        crop->out = common->out.obj ? (uint8_t *)common->out.buf + (size_t)i * 3 * (size_t)size * (size_t)size : NULL;
+        crop->out = out->obj ? (uint8_t *)out->buf + (size_t)i * 3 * (size_t)size * (size_t)size : NULL;
     }
     return 0;
 }
 
-/* What keeps a source alive while Python is not looking. */
+/* Keeps a source alive while the global lock is released. */
 typedef struct {
     Py_buffer bytes;
     PyObject *path;
-} Hold;
+} SourceRef;
 
-static int hold(PyObject *object, Hold *held, Source *source) {
+static int acquire_source(PyObject *object, SourceRef *ref, Source *source) {
     if (PyUnicode_Check(object)) {
         source->kind = AT_PATH;
-        if (!PyUnicode_FSConverter(object, &held->path))
+        if (!PyUnicode_FSConverter(object, &ref->path))
             return -1;
-        source->path = PyBytes_AsString(held->path);
+        source->path = PyBytes_AsString(ref->path);
         return source->path ? 0 : -1;
     }
-    if (PyIndex_Check(object) && !PySequence_Check(object)) { /* NumPy's numbers too, which have bytes as well */
+    if (PyIndex_Check(object) && !PySequence_Check(object)) { /* also NumPy's integers, which are buffers as well */
         source->kind = IN_OPEN_FILE;
         Py_ssize_t number = PyNumber_AsSsize_t(object, PyExc_OverflowError);
         source->descriptor = number >= 0 && number <= INT_MAX ? (int)number : -1;
         return PyErr_Occurred() ? -1 : 0;
     }
     source->kind = IN_MEMORY;
-    if (PyObject_GetBuffer(object, &held->bytes, PyBUF_SIMPLE))
+    if (PyObject_GetBuffer(object, &ref->bytes, PyBUF_SIMPLE))
         return -1;
-    source->memory = held->bytes.buf;
-    source->room = (size_t)held->bytes.len;
+    source->memory = ref->bytes.buf;
+    source->memory_bytes = (size_t)ref->bytes.len;
     return 0;
 }
 
-static int hold_all(PyObject *sources, const Py_buffer *lengths, Hold *held, Job *jobs) {
+static int acquire_sources(PyObject *sources, const Py_buffer *lengths, SourceRef *refs, CropTask *tasks) {
     Py_ssize_t n = PyList_Size(sources);
-    if (!holds(lengths, n, sizeof(int64_t))) {
+    if (!has_elements(lengths, n, sizeof(int64_t))) {
         PyErr_SetString(PyExc_ValueError, "lengths must be int64 [n]");
         return -1;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *source = PyList_GetItem(sources, i);
-        if (!source || hold(source, &held[i], &jobs[i].source))
+        if (!source || acquire_source(source, &refs[i], &tasks[i].source))
             return -1;
-        memcpy(&jobs[i].source.length, (const int64_t *)lengths->buf + i, sizeof(int64_t));
+        memcpy(&tasks[i].source.length, (const int64_t *)lengths->buf + i, sizeof(int64_t));
     }
     return 0;
 }
 
-static void let_go(Hold *held, Py_ssize_t n) {
-    for (Py_ssize_t i = 0; held && i < n; i++) {
-        PyBuffer_Release(&held[i].bytes); /* does nothing where there is none */
-        Py_XDECREF(held[i].path);
+static void release_sources(SourceRef *refs, Py_ssize_t n) {
+    for (Py_ssize_t i = 0; refs && i < n; i++) {
+        PyBuffer_Release(&refs[i].bytes); /* does nothing if there is none */
+        Py_XDECREF(refs[i].path);
     }
-    free(held);
+    free(refs);
 }
 
 /* --- results ------------------------------------------------------------------------------------------------------ */
 
-static PyObject *left_over(const Job *jobs, Py_ssize_t n) {
+static PyObject *list_failures(const CropTask *tasks, Py_ssize_t n) {
     PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list && i < n; i++) {
-        const char *reason = jobs[i].reason;
+        const char *reason = tasks[i].reason;
         if (!reason[0])
             continue;
         PyObject *text = PyUnicode_DecodeLatin1(reason, (Py_ssize_t)strlen(reason), NULL);
@@ -121,125 +122,126 @@ static PyObject *left_over(const Job *jobs, Py_ssize_t n) {
     return list;
 }
 
-static PyObject *run(Job *jobs, Py_ssize_t n, int threads, int64_t max_pixels) {
-    Batch batch = {.count = (size_t)n, .jobs = jobs, .max_pixels = max_pixels};
+static PyObject *crop_tasks(CropTask *tasks, Py_ssize_t n, int threads, int64_t max_pixels) {
+    Batch batch = {.count = (size_t)n, .tasks = tasks, .max_pixels = max_pixels};
     Py_BEGIN_ALLOW_THREADS
-    work_in_threads(&batch, threads);
+    run_batch(&batch, threads);
     Py_END_ALLOW_THREADS
-    return left_over(jobs, n);
+    return list_failures(tasks, n);
 }
 
 /* --- functions ---------------------------------------------------------------------------------------------------- */
 
-static PyObject *crop(PyObject *module, PyObject *arguments) {
+static PyObject *py_crop(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *sources, *result = NULL;
-    Common common;
+    Arguments arguments;
     Py_buffer lengths;
     long long max_pixels;
-    if (!PyArg_ParseTuple(arguments, "O!y*y*y*y*iw*iL", &PyList_Type, &sources, &common.offsets, &lengths,
-                          &common.boxes, &common.flips, &common.size, &common.out, &common.threads, &max_pixels))
+    if (!PyArg_ParseTuple(args, "O!y*y*y*y*iw*iL", &PyList_Type, &sources, &arguments.offsets, &lengths,
+                          &arguments.boxes, &arguments.flips, &arguments.size, &arguments.out, &arguments.threads,
+                          &max_pixels))
         return NULL;
     Py_ssize_t n = PyList_Size(sources);
-    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
-    Hold *held = calloc((size_t)n + 1, sizeof *held);
-    if (!jobs || !held)
+    CropTask *tasks = calloc((size_t)n + 1, sizeof *tasks);
+    SourceRef *refs = calloc((size_t)n + 1, sizeof *refs);
+    if (!tasks || !refs)
         PyErr_NoMemory();
-    else if (fill(jobs, n, &common) == 0 && hold_all(sources, &lengths, held, jobs) == 0)
-        result = run(jobs, n, common.threads, max_pixels);
-    let_go(held, n);
-    free(jobs);
+    else if (fill_tasks(tasks, n, &arguments) == 0 && acquire_sources(sources, &lengths, refs, tasks) == 0)
+        result = crop_tasks(tasks, n, arguments.threads, max_pixels);
+    release_sources(refs, n);
+    free(tasks);
     PyBuffer_Release(&lengths);
-    release(&common);
+    release_arguments(&arguments);
     return result;
 }
 
-/* Sizes that are no sizes become -1, which is refused later, by name. */
-static int fill_pixels(Job *jobs, Py_ssize_t n, const Py_buffer *source, const Py_buffer *sizes) {
-    if (!holds(sizes, n, 2 * sizeof(int32_t))) {
+/* Invalid sizes become -1, which crop_pixels refuses later, with a reason. */
+static int fill_pixel_tasks(CropTask *tasks, Py_ssize_t n, const Py_buffer *source, const Py_buffer *sizes) {
+    if (!has_elements(sizes, n, 2 * sizeof(int32_t))) {
         PyErr_SetString(PyExc_ValueError, "sizes must be int32 [n, 2]");
         return -1;
     }
     for (Py_ssize_t i = 0; i < n; i++) {
         const int32_t *size = (const int32_t *)sizes->buf + 2 * i;
-        jobs[i].source.memory = source->buf;
-        jobs[i].source.room = (size_t)source->len;
-        jobs[i].width = size[0] > 0 ? size[0] : -1;
-        jobs[i].height = size[1];
+        tasks[i].source.memory = source->buf;
+        tasks[i].source.memory_bytes = (size_t)source->len;
+        tasks[i].width = size[0] > 0 ? size[0] : -1;
+        tasks[i].height = size[1];
     }
     return 0;
 }
 
-static PyObject *crop_all_pixels(PyObject *module, PyObject *arguments) {
+static PyObject *py_crop_pixels(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *result = NULL;
-    Common common;
+    Arguments arguments;
     Py_buffer source, sizes;
-    if (!PyArg_ParseTuple(arguments, "y*y*y*y*y*iw*i", &source, &common.offsets, &sizes, &common.boxes, &common.flips,
-                          &common.size, &common.out, &common.threads))
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*iw*i", &source, &arguments.offsets, &sizes, &arguments.boxes,
+                          &arguments.flips, &arguments.size, &arguments.out, &arguments.threads))
         return NULL;
-    Py_ssize_t n = common.flips.len;
-    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
-    if (!jobs)
+    Py_ssize_t n = arguments.flips.len;
+    CropTask *tasks = calloc((size_t)n + 1, sizeof *tasks);
+    if (!tasks)
         PyErr_NoMemory();
-    else if (fill(jobs, n, &common) == 0 && fill_pixels(jobs, n, &source, &sizes) == 0)
-        result = run(jobs, n, common.threads, 0);
-    free(jobs);
+    else if (fill_tasks(tasks, n, &arguments) == 0 && fill_pixel_tasks(tasks, n, &source, &sizes) == 0)
+        result = crop_tasks(tasks, n, arguments.threads, 0);
+    free(tasks);
     PyBuffer_Release(&source);
     PyBuffer_Release(&sizes);
-    release(&common);
+    release_arguments(&arguments);
     return result;
 }
 
-/* Every picture in turn, in one thread, into the same `out`. */
-static Stages time_all(Job *jobs, Py_ssize_t n, int64_t max_pixels, uint8_t *out) {
+/* Crops every image in turn, in one thread, into the same `out`. */
+static Stages time_tasks(CropTask *tasks, Py_ssize_t n, int64_t max_pixels, uint8_t *out) {
     Stages stages = {0, 0, 0, 0};
-    Worker *worker = out ? new_worker(max_pixels) : NULL;
+    Worker *worker = out ? create_worker(max_pixels) : NULL;
     for (Py_ssize_t i = 0; worker && i < n; i++) {
-        jobs[i].crop.out = out;
-        time_stages(worker, &jobs[i].source, &jobs[i].crop, &stages, jobs[i].reason);
+        tasks[i].crop.out = out;
+        time_stages(worker, &tasks[i].source, &tasks[i].crop, &stages, tasks[i].reason);
     }
     if (worker)
         free_worker(worker);
     return stages;
 }
 
-static PyObject *stages(PyObject *module, PyObject *arguments) {
+static PyObject *py_time_stages(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *sources, *result = NULL;
-    Common common = {.threads = 1};
+    Arguments arguments = {.threads = 1};
     Py_buffer lengths;
     long long max_pixels;
-    if (!PyArg_ParseTuple(arguments, "O!y*y*y*y*iL", &PyList_Type, &sources, &common.offsets, &lengths, &common.boxes,
-                          &common.flips, &common.size, &max_pixels))
+    if (!PyArg_ParseTuple(args, "O!y*y*y*y*iL", &PyList_Type, &sources, &arguments.offsets, &lengths, &arguments.boxes,
+                          &arguments.flips, &arguments.size, &max_pixels))
         return NULL;
     Py_ssize_t n = PyList_Size(sources);
-    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
-    Hold *held = calloc((size_t)n + 1, sizeof *held);
-    int sane = common.size > 0 && common.size <= MAX_SIZE;
-    uint8_t *out = sane ? calloc(3 * (size_t)common.size, (size_t)common.size) : NULL;
-    if (!jobs || !held)
+    CropTask *tasks = calloc((size_t)n + 1, sizeof *tasks);
+    SourceRef *refs = calloc((size_t)n + 1, sizeof *refs);
+    int is_valid = arguments.size > 0 && arguments.size <= MAX_SIZE;
+    uint8_t *out = is_valid ? calloc(3 * (size_t)arguments.size, (size_t)arguments.size) : NULL;
+    if (!tasks || !refs)
         PyErr_NoMemory();
-    else if (fill(jobs, n, &common) == 0 && hold_all(sources, &lengths, held, jobs) == 0) {
-        Stages found;
+    else if (fill_tasks(tasks, n, &arguments) == 0 && acquire_sources(sources, &lengths, refs, tasks) == 0) {
+        Stages totals;
         Py_BEGIN_ALLOW_THREADS
-        found = time_all(jobs, n, max_pixels, out);
+        totals = time_tasks(tasks, n, max_pixels, out);
         Py_END_ALLOW_THREADS
-        result = Py_BuildValue("(dddd)", found.read, found.entropy, found.transform, found.resize);
+        result = Py_BuildValue("(dddd)", totals.read, totals.entropy, totals.transform, totals.resize);
     }
     free(out);
-    let_go(held, n);
-    free(jobs);
+    release_sources(refs, n);
+    free(tasks);
     PyBuffer_Release(&lengths);
-    release(&common);
+    release_arguments(&arguments);
     return result;
 }
 
-static PyObject *tile(PyObject *module, PyObject *arguments) {
+static PyObject *py_tile(PyObject *module, PyObject *args) {
     (void)module;
     Py_buffer data;
     long long max_pixels;
-    if (!PyArg_ParseTuple(arguments, "y*L", &data, &max_pixels))
+    if (!PyArg_ParseTuple(args, "y*L", &data, &max_pixels))
         return NULL;
     Output output;
     char reason[REASON_BYTES];
@@ -257,21 +259,22 @@ static PyObject *tile(PyObject *module, PyObject *arguments) {
     return result;
 }
 
-/* Width, height and pixels; ValueError with the reason where the picture is left to the plain twin. */
-static PyObject *decode(PyObject *module, PyObject *arguments) {
+/* Returns width, height and pixels; raises ValueError with the reason if the image is left to the reference
+ * implementation. */
+static PyObject *py_decode(PyObject *module, PyObject *args) {
     (void)module;
     Py_buffer data;
     long long max_pixels;
-    if (!PyArg_ParseTuple(arguments, "y*L", &data, &max_pixels))
+    if (!PyArg_ParseTuple(args, "y*L", &data, &max_pixels))
         return NULL;
-    Whole whole = {0, 0, NULL};
+    DecodedImage image = {0, 0, NULL};
     char reason[REASON_BYTES] = "out of memory";
     int status = -1;
     Py_BEGIN_ALLOW_THREADS
-    Decoder *decoder = new_decoder();
+    Decoder *decoder = create_decoder();
     if (decoder) {
-        limit_decoder(decoder, max_pixels);
-        status = decode_jpeg(decoder, data.buf, (size_t)data.len, &whole, reason);
+        set_decoder_limit(decoder, max_pixels);
+        status = decode_jpeg(decoder, data.buf, (size_t)data.len, &image, reason);
         free_decoder(decoder);
     }
     Py_END_ALLOW_THREADS
@@ -280,36 +283,36 @@ static PyObject *decode(PyObject *module, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, reason);
         return NULL;
     }
-    Py_ssize_t bytes = 3 * (Py_ssize_t)whole.width * whole.height;
-    PyObject *result = Py_BuildValue("(iiy#)", whole.width, whole.height, (const char *)whole.pixels, bytes);
-    free(whole.pixels);
+    Py_ssize_t bytes = 3 * (Py_ssize_t)image.width * image.height;
+    PyObject *result = Py_BuildValue("(iiy#)", image.width, image.height, (const char *)image.pixels, bytes);
+    free(image.pixels);
     return result;
 }
 
-static PyObject *advise(PyObject *module, PyObject *arguments) {
+static PyObject *py_advise(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *sources, *result = NULL;
     Py_buffer offsets, lengths;
-    if (!PyArg_ParseTuple(arguments, "O!y*y*", &PyList_Type, &sources, &offsets, &lengths))
+    if (!PyArg_ParseTuple(args, "O!y*y*", &PyList_Type, &sources, &offsets, &lengths))
         return NULL;
     Py_ssize_t n = PyList_Size(sources);
-    Job *jobs = calloc((size_t)n + 1, sizeof *jobs);
-    Hold *held = calloc((size_t)n + 1, sizeof *held);
-    if (!jobs || !held) {
+    CropTask *tasks = calloc((size_t)n + 1, sizeof *tasks);
+    SourceRef *refs = calloc((size_t)n + 1, sizeof *refs);
+    if (!tasks || !refs) {
         PyErr_NoMemory();
-    } else if (!holds(&offsets, n, sizeof(int64_t))) {
+    } else if (!has_elements(&offsets, n, sizeof(int64_t))) {
         PyErr_SetString(PyExc_ValueError, "offsets must be int64 [n]");
-    } else if (hold_all(sources, &lengths, held, jobs) == 0) {
+    } else if (acquire_sources(sources, &lengths, refs, tasks) == 0) {
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < n; i++) {
-            memcpy(&jobs[i].source.offset, (const int64_t *)offsets.buf + i, sizeof(int64_t));
-            advise_source(&jobs[i].source);
+            memcpy(&tasks[i].source.offset, (const int64_t *)offsets.buf + i, sizeof(int64_t));
+            advise_source(&tasks[i].source);
         }
         Py_END_ALLOW_THREADS
         result = Py_NewRef(Py_None);
     }
-    let_go(held, n);
-    free(jobs);
+    release_sources(refs, n);
+    free(tasks);
     PyBuffer_Release(&offsets);
     PyBuffer_Release(&lengths);
     return result;
@@ -318,20 +321,21 @@ static PyObject *advise(PyObject *module, PyObject *arguments) {
 /* --- the module --------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
-    {"crop", crop, METH_VARARGS,
+    {"crop", py_crop, METH_VARARGS,
      "crop(sources, offsets, lengths, boxes, flips, size, out, threads, max_pixels) -> [(number, reason), ...]"},
-    {"crop_pixels", crop_all_pixels, METH_VARARGS,
+    {"crop_pixels", py_crop_pixels, METH_VARARGS,
      "crop_pixels(source, offsets, sizes, boxes, flips, size, out, threads) -> [(number, reason), ...]"},
-    {"stages", stages, METH_VARARGS,
-     "stages(sources, offsets, lengths, boxes, flips, size, max_pixels) -> (read_s, entropy_s, transform_s, resize_s)"},
-    {"decode", decode, METH_VARARGS, "decode(data, max_pixels) -> (width, height, pixels)"},
-    {"advise", advise, METH_VARARGS, "advise(sources, offsets, lengths)"},
-    {"tile", tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
+    {"time_stages", py_time_stages, METH_VARARGS,
+     "time_stages(sources, offsets, lengths, boxes, flips, size, max_pixels) -> "
+     "(read_s, entropy_s, transform_s, resize_s)"},
+    {"decode", py_decode, METH_VARARGS, "decode(data, max_pixels) -> (width, height, pixels)"},
+    {"advise", py_advise, METH_VARARGS, "advise(sources, offsets, lengths)"},
+    {"tile", py_tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_native", "Crops of pictures; see podscale.data.decode.", 0, methods,
+    PyModuleDef_HEAD_INIT, "_native", "Crops of images; see podscale.data.decode.", 0, methods,
     NULL, NULL, NULL, NULL,
 };
 

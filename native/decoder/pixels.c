@@ -2,79 +2,82 @@
 
 #include <string.h>
 
-enum { ROWS = 16 }; /* at a time: few enough to be in the fastest cache still when the vertical pass comes */
+enum { ROWS_PER_CALL = 16 }; /* few enough to still be in the fastest cache when the vertical pass reads them */
 
-/* The last row of all, of which no byte too many may be read, is copied to where there is room. */
-const char *add_pixels(Canvas *canvas, const Pixels *pixels, Spare *spare) {
-    size_t pitch = 3 * (size_t)pixels->width, from = (size_t)canvas->across.from;
-    size_t used = 3 * ((size_t)canvas->across.to - from), reading = used + 3 * BEYOND + OVER;
-    for (int y = canvas->down.from, count; y < canvas->down.to; y += count) {
-        count = canvas->down.to - y < ROWS ? canvas->down.to - y : ROWS;
+/* The last row of the memory, past whose end nothing may be read, is copied to a buffer that is long enough. */
+const char *add_pixels(Canvas *canvas, const Pixels *pixels, RowBuffer *buffer) {
+    size_t pitch = 3 * (size_t)pixels->width, from = (size_t)canvas->horizontal.from;
+    size_t row_bytes = 3 * ((size_t)canvas->horizontal.to - from);
+    size_t read_bytes = row_bytes + 3 * EXTRA_INPUTS + READ_SLACK;
+    for (int y = canvas->vertical.from, count; y < canvas->vertical.to; y += count) {
+        count = canvas->vertical.to - y < ROWS_PER_CALL ? canvas->vertical.to - y : ROWS_PER_CALL;
         size_t at = (size_t)y * pitch + 3 * from;
-        while (count > 0 && at + (size_t)(count - 1) * pitch + reading > pixels->readable)
+        while (count > 0 && at + (size_t)(count - 1) * pitch + read_bytes > pixels->readable)
             count--;
-        Lines lines = {pixels->bytes + at, pitch, count, canvas->across.from, 3};
+        Lines lines = {pixels->bytes + at, pitch, count, canvas->horizontal.from, 3};
         if (count == 0) {
-            spare->line = roomy(spare->line, &spare->room, reading);
-            if (!spare->line)
+            buffer->bytes = ensure_capacity(buffer->bytes, &buffer->capacity, read_bytes);
+            if (!buffer->bytes)
                 return "out of memory";
-            memcpy(spare->line, lines.bytes, used);
-            lines.bytes = spare->line, lines.count = count = 1;
+            memcpy(buffer->bytes, lines.bytes, row_bytes);
+            lines.bytes = buffer->bytes, lines.count = count = 1;
         }
         add_rows(canvas, &lines);
     }
     return NULL;
 }
 
-/* --- PPM's header: P6, width, height and 255, apart by white space or comments; then one white space ------------ */
+/* --- PPM header: P6, width, height and 255, separated by white space or comments; then one white space ----------- */
 
 typedef struct {
     const uint8_t *bytes;
     size_t length, at;
 } Text;
 
-static int is_white(const Text *text) {
+static int is_whitespace(const Text *text) {
     return text->at < text->length && text->bytes[text->at] && strchr(" \t\n\v\f\r", text->bytes[text->at]) != NULL;
 }
 
-static int is_line_end(uint8_t letter) {
-    return letter == '\n' || letter == '\r';
+static int is_line_end(uint8_t byte) {
+    return byte == '\n' || byte == '\r';
 }
 
-/* Past white space and comments; returns whether there was any. */
-static int skip_gap(Text *text) {
-    size_t began = text->at;
+/* Skips white space and comments; returns whether there was any. */
+static int skip_whitespace(Text *text) {
+    size_t start = text->at;
     for (;;) {
-        if (is_white(text)) {
+        if (is_whitespace(text)) {
             text->at++;
         } else if (text->at < text->length && text->bytes[text->at] == '#') {
             while (text->at < text->length && !is_line_end(text->bytes[text->at]))
                 text->at++;
         } else {
-            return text->at > began;
+            return text->at > start;
         }
     }
 }
 
-/* A number of up to nine digits, or -1. */
-static int64_t digits(Text *text) {
+/* Returns a number of up to nine digits, or -1. */
+static int64_t parse_number(Text *text) {
     int64_t value = 0;
-    size_t began = text->at;
+    size_t start = text->at;
     for (; text->at < text->length && text->bytes[text->at] >= '0' && text->bytes[text->at] <= '9'; text->at++)
-        if (text->at - began < 9)
+        if (text->at - start < 9)
             value = 10 * value + text->bytes[text->at] - '0';
         else
             return -1;
-    return text->at > began ? value : -1;
+    return text->at > start ? value : -1;
 }
 
-size_t ppm_header(const uint8_t *bytes, size_t length, int64_t *width, int64_t *height) {
+size_t parse_ppm_header(const uint8_t *bytes, size_t length, int64_t *width, int64_t *height) {
     Text text = {bytes, length < PPM_HEADER_BYTES ? length : PPM_HEADER_BYTES, 2};
     if (length < 2 || memcmp(bytes, "P6", 2))
         return 0;
-    if (!skip_gap(&text) || (*width = digits(&text)) < 1 || !skip_gap(&text) || (*height = digits(&text)) < 1)
+    if (!skip_whitespace(&text) || (*width = parse_number(&text)) < 1)
         return 0;
-    if (!skip_gap(&text) || digits(&text) != 255 || !is_white(&text))
+    if (!skip_whitespace(&text) || (*height = parse_number(&text)) < 1)
+        return 0;
+    if (!skip_whitespace(&text) || parse_number(&text) != 255 || !is_whitespace(&text))
         return 0;
     return text.at + 1;
 }

@@ -1,11 +1,12 @@
-/* Restart tiles: a JPEG whose restart segments each hold a few MCUs of one row, and which says how long each is.
+/* Restart tiles: a JPEG whose restart segments each contain a few MCUs of one row, and which lists their lengths.
  *
- * The table lies in markers of our own, APP15 "podscale tiles", so the file is an ordinary JPEG to everyone else: after
- * the name, one stream of numbers, 7 bits a byte, the lowest first, the top bit set where a number goes on; it runs on
- * from marker to marker. First the restart interval, then the length of every segment without its RST marker.
+ * The table is in markers of our own, APP15 "podscale tiles", so the file is an ordinary JPEG to all other programs:
+ * after the name, one stream of numbers, 7 bits per byte, the lowest first, with the top bit set if the number
+ * continues; the stream continues from marker to marker. It contains the restart interval and then the length of every
+ * segment, without its RST marker.
  *
- * Of such a file, a crop needs a window of whole tiles. It is cut out as a small JPEG. The table is never trusted:
- * every segment must end where it says, at the right marker, or the window is not to be had.
+ * Of such a file, a crop needs a window of whole tiles, which is extracted as a small JPEG. The table is never trusted:
+ * every segment must end where the table says, at the right marker, or there is no window.
  */
 #ifndef PODSCALE_TILES_H
 #define PODSCALE_TILES_H
@@ -13,34 +14,35 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define TILES_NAME "podscale tiles" /* its final zero is part of the marker */
+#define TILES_NAME "podscale tiles" /* the final zero is part of the marker */
 enum { TILES_MARKER = 0xEF, TILES_NAME_BYTES = sizeof TILES_NAME };
 
 typedef struct {
     const uint8_t *data;
     size_t length;
-    size_t frame, table, table_end, scan; /* where the frame header, the table and the coded data begin */
+    size_t frame, table, table_end, scan; /* offsets of the frame header, the table and the coded data */
     int width, height, channels;
     int mcu_width, mcu_height;
-    int interval, across, down; /* MCUs a tile, tiles across, rows of tiles */
+    int interval, columns, rows; /* MCUs per tile, columns of tiles, rows of tiles */
 } Tiles;
 
-/* Whether a JPEG has such a table, as far as its header tells. */
-int find_tiles(Tiles *tiles, const uint8_t *data, size_t length);
+/* Parses the header; returns whether the JPEG has such a table. */
+int parse_tiles(Tiles *tiles, const uint8_t *data, size_t length);
 
 /* Tiles left .. right - 1 of rows top .. bottom - 1. */
 typedef struct {
     int left, top, right, bottom;
 } Window;
 
-/* The smallest window that holds these columns and rows of pixels, and what chroma upsampling looks at around them. */
-Window window_around(const Tiles *tiles, int left, int top, int right, int bottom);
-int window_width(const Tiles *tiles, const Window *window);
-int window_height(const Tiles *tiles, const Window *window);
+/* Returns the smallest window that contains these columns and rows of pixels, and those around them that chroma
+ * upsampling uses. */
+Window compute_window(const Tiles *tiles, int left, int top, int right, int bottom);
+int compute_window_width(const Tiles *tiles, const Window *window);
+int compute_window_height(const Tiles *tiles, const Window *window);
 
-/* Writes the window as a JPEG into `out`, of at least tiles->length + WINDOW_ROOM bytes; returns its length, or 0 where
- * the table is wrong. */
-enum { WINDOW_ROOM = 6000 };
-size_t cut_window(const Tiles *tiles, const Window *window, uint8_t *out);
+/* Writes the window as a JPEG to `out`, which has at least tiles->length + WINDOW_EXTRA_BYTES bytes; returns its
+ * length, or 0 if the table is wrong. */
+enum { WINDOW_EXTRA_BYTES = 6000 };
+size_t extract_window(const Tiles *tiles, const Window *window, uint8_t *out);
 
 #endif

@@ -1,4 +1,4 @@
-/* Transcoding: a JPEG with restart tiles (tiles.h), in one baseline scan, of exactly the same coefficients. */
+/* Transcoding to a JPEG with restart tiles (tiles.h), in one baseline scan, of exactly the same coefficients. */
 #ifndef PODSCALE_TRANSCODE_H
 #define PODSCALE_TRANSCODE_H
 
@@ -6,11 +6,11 @@
 #include <stdint.h>
 
 typedef struct {
-    uint8_t *bytes; /* to be freed */
-    size_t length, room;
+    uint8_t *bytes; /* the caller frees them */
+    size_t length, capacity;
 } Output;
 
-/* Returns 0, or -1 and why not, as crop_picture; the output holds nothing then. */
+/* Returns like crop_image; after a failure the output is empty. */
 int tile_jpeg(const uint8_t *data, size_t length, int64_t max_pixels, Output *output, char *reason);
 
 #endif

@@ -4,141 +4,145 @@
 
 #include "resize.h"
 
-/* The inputs that reach a place, and their real weights, which sum to 1. All arithmetic is Pillow's, in its order. */
+/* The inputs of one output. */
 typedef struct {
     int first, count;
-} Reach;
+} TapRange;
 
-static Reach reach_of(int place, int inputs, float start, double scale, double support, double *weights) {
-    double centre = start + (place + 0.5) * scale;
-    int first = (int)(centre - support + 0.5), end = (int)(centre + support + 0.5);
+/* Computes the inputs of an output and their real weights, which sum to 1. All arithmetic is Pillow's, in its order. */
+static TapRange compute_range(int output, int inputs, float start, double scale, double support, double *weights) {
+    double center = start + (output + 0.5) * scale;
+    int first = (int)(center - support + 0.5), end = (int)(center + support + 0.5);
     if (first < 0)
         first = 0;
     if (end > inputs)
         end = inputs;
-    double sum = 0, narrowing = 1.0 / support;
+    double sum = 0, inverse_support = 1.0 / support;
     for (int i = first; i < end; i++) {
-        double distance = fabs((i - centre + 0.5) * narrowing);
+        double distance = fabs((i - center + 0.5) * inverse_support);
         weights[i - first] = distance < 1.0 ? 1.0 - distance : 0.0;
         sum += weights[i - first];
     }
     for (int i = first; i < end && sum != 0.0; i++)
         weights[i - first] /= sum;
-    return (Reach){first, end - first};
+    return (TapRange){first, end - first};
 }
 
-static int32_t fixed(double weight) {
+static int32_t to_fixed_point(double weight) {
     return (int32_t)(0.5 + weight * (1 << PRECISION));
 }
 
-/* Without the weights that are zero at either end, so that fewer rows and columns need be decoded. */
-static Reach trimmed(Reach reach, double *weights) {
+/* Drops the weights that are zero at either end, so that fewer rows and columns are decoded. */
+static TapRange trim_range(TapRange range, double *weights) {
     int zeros = 0;
-    while (reach.count > 1 && fixed(weights[reach.count - 1]) == 0)
-        reach.count--;
-    while (zeros < reach.count - 1 && fixed(weights[zeros]) == 0)
+    while (range.count > 1 && to_fixed_point(weights[range.count - 1]) == 0)
+        range.count--;
+    while (zeros < range.count - 1 && to_fixed_point(weights[zeros]) == 0)
         zeros++;
-    for (int i = zeros; zeros && i < reach.count; i++)
+    for (int i = zeros; zeros && i < range.count; i++)
         weights[i - zeros] = weights[i];
-    return (Reach){reach.first + zeros, reach.count - zeros};
+    return (TapRange){range.first + zeros, range.count - zeros};
 }
 
-static void store(Pair *pairs, unsigned at, int32_t weight) {
-    pairs[at / 2].upper[at % 2] = (int16_t)(weight >> HALVES);
-    pairs[at / 2].lower[at % 2] = (int16_t)(weight & ((1 << HALVES) - 1));
+static void store_pair(Pair *pairs, unsigned at, int32_t weight) {
+    pairs[at / 2].upper[at % 2] = (int16_t)(weight >> HALF_BITS);
+    pairs[at / 2].lower[at % 2] = (int16_t)(weight & ((1 << HALF_BITS) - 1));
 }
 
 static void store_digits(Quad *quads, unsigned at, int32_t weight) {
-    int32_t rest = (weight + 128) >> 8; /* what is left once the lowest digit, -128 to 127, is taken off */
-    quads[at / 4].digits[0][at % 4] = (int8_t)(weight - rest * 256);
-    int32_t high = (rest + 128) >> 8;
-    quads[at / 4].digits[1][at % 4] = (int8_t)(rest - high * 256);
+    int32_t upper = (weight + 128) >> 8; /* without the lowest digit, which is -128 to 127 */
+    quads[at / 4].digits[0][at % 4] = (int8_t)(weight - upper * 256);
+    int32_t high = (upper + 128) >> 8;
+    quads[at / 4].digits[1][at % 4] = (int8_t)(upper - high * 256);
     quads[at / 4].digits[2][at % 4] = (int8_t)high;
 }
 
-void *roomy(void *buffer, size_t *room, size_t bytes) {
-    if (*room >= bytes)
+void *ensure_capacity(void *buffer, size_t *capacity, size_t bytes) {
+    if (*capacity >= bytes)
         return buffer;
     free(buffer);
     buffer = calloc(1, bytes);
-    *room = buffer ? bytes : 0;
+    *capacity = buffer ? bytes : 0;
     return buffer;
 }
 
-/* Real weights of every place into `scratch`, `most` apart, and the reaches into `reaches`; returns the most taps. */
-static int weigh(Pass *pass, int inputs, float start, double scale, size_t most, Reach *reaches) {
+/* Computes the real weights of every output into `scratch`, max_taps apart, and the ranges; returns the largest number
+ * of taps. */
+static int compute_weights(Pass *pass, int inputs, float start, double scale, size_t max_taps, TapRange *ranges) {
     double support = scale < 1.0 ? 1.0 : scale;
     int taps = 1;
     pass->from = inputs, pass->to = 0;
-    for (int place = 0; place < pass->places; place++) {
-        double *weights = pass->scratch + place * most;
-        Reach reach = trimmed(reach_of(place, inputs, start, scale, support, weights), weights);
-        if (reach.count > taps)
-            taps = reach.count;
-        if (reach.first < pass->from)
-            pass->from = reach.first;
-        if (reach.first + reach.count > pass->to)
-            pass->to = reach.first + reach.count;
-        reaches[place] = reach;
+    for (int output = 0; output < pass->outputs; output++) {
+        double *weights = pass->scratch + output * max_taps;
+        TapRange range = trim_range(compute_range(output, inputs, start, scale, support, weights), weights);
+        if (range.count > taps)
+            taps = range.count;
+        if (range.first < pass->from)
+            pass->from = range.first;
+        if (range.first + range.count > pass->to)
+            pass->to = range.first + range.count;
+        ranges[output] = range;
     }
     return taps;
 }
 
-/* Room for the weights of so many taps, all zero. */
-static int make_room(Pass *pass, int taps) {
+/* Allocates the weights of this many taps, all zero. */
+static int allocate_weights(Pass *pass, int taps) {
     pass->pairs = (taps + 1) / 2;
     pass->quads = (taps + 3) / 4;
-    size_t pairs = (size_t)pass->places * (size_t)pass->pairs * sizeof(Pair);
-    size_t quads = (size_t)pass->places * (size_t)pass->quads * sizeof(Quad);
-    pass->weights = roomy(pass->weights, &pass->room_weights, pairs);
-    if (!pass->weights)
+    size_t pairs = (size_t)pass->outputs * (size_t)pass->pairs * sizeof(Pair);
+    size_t quads = (size_t)pass->outputs * (size_t)pass->quads * sizeof(Quad);
+    pass->pair_weights = ensure_capacity(pass->pair_weights, &pass->pair_capacity, pairs);
+    if (!pass->pair_weights)
         return -1;
-    memset(pass->weights, 0, pairs);
+    memset(pass->pair_weights, 0, pairs);
     if (!has_vnni())
         return 0;
-    pass->quad = roomy(pass->quad, &pass->room_quads, quads);
-    if (!pass->quad)
+    pass->quad_weights = ensure_capacity(pass->quad_weights, &pass->quad_capacity, quads);
+    if (!pass->quad_weights)
         return -1;
-    memset(pass->quad, 0, quads);
+    memset(pass->quad_weights, 0, quads);
     return 0;
 }
 
-int plan_pass(Pass *pass, int inputs, float start, float end, int places, int mirrored) {
-    double scale = (double)(end - start) / places;
-    size_t most = 2 * (size_t)ceil(scale < 1.0 ? 1.0 : scale) + 1, count = (size_t)places;
-    pass->first = roomy(pass->first, &pass->room_places, count * sizeof *pass->first);
-    pass->scratch = roomy(pass->scratch, &pass->room_scratch, count * (most * sizeof(double) + sizeof(Reach)));
-    if (!pass->first || !pass->scratch)
+int plan_pass(Pass *pass, int inputs, float start, float end, int outputs, int flip) {
+    double scale = (double)(end - start) / outputs;
+    size_t max_taps = 2 * (size_t)ceil(scale < 1.0 ? 1.0 : scale) + 1, count = (size_t)outputs;
+    size_t first_input_bytes = count * sizeof *pass->first_input;
+    size_t scratch_bytes = count * (max_taps * sizeof(double) + sizeof(TapRange));
+    pass->first_input = ensure_capacity(pass->first_input, &pass->first_input_capacity, first_input_bytes);
+    pass->scratch = ensure_capacity(pass->scratch, &pass->scratch_capacity, scratch_bytes);
+    if (!pass->first_input || !pass->scratch)
         return -1;
-    pass->places = places;
-    Reach *reaches = (Reach *)(pass->scratch + count * most);
-    int taps = weigh(pass, inputs, start, scale, most, reaches);
+    pass->outputs = outputs;
+    TapRange *ranges = (TapRange *)(pass->scratch + count * max_taps);
+    int taps = compute_weights(pass, inputs, start, scale, max_taps, ranges);
 
     int with_digits = has_vnni();
-    if (make_room(pass, taps))
+    if (allocate_weights(pass, taps))
         return -1;
-    for (int place = 0; place < places; place++) {
-        const double *weights = pass->scratch + place * most;
-        Reach reach = reaches[place];
-        int slot = mirrored ? places - 1 - place : place;
-        /* A place at the end begins earlier, with zeros, rather than reach past the last input. */
-        int first = reach.first < pass->to - taps ? reach.first : pass->to - taps;
-        pass->first[slot] = first;
-        Pair *pairs = pass->weights + (size_t)slot * (size_t)pass->pairs;
-        Quad *quads = with_digits ? pass->quad + (size_t)slot * (size_t)pass->quads : NULL;
-        for (int i = 0; i < reach.count; i++) {
-            unsigned tap = (unsigned)(reach.first - first + i);
-            store(pairs, tap, fixed(weights[i]));
+    for (int output = 0; output < outputs; output++) {
+        const double *weights = pass->scratch + output * max_taps;
+        TapRange range = ranges[output];
+        int slot = flip ? outputs - 1 - output : output;
+        /* An output at the end begins earlier, with zero weights, so that it does not extend past the last input. */
+        int first = range.first < pass->to - taps ? range.first : pass->to - taps;
+        pass->first_input[slot] = first;
+        Pair *pairs = pass->pair_weights + (size_t)slot * (size_t)pass->pairs;
+        Quad *quads = with_digits ? pass->quad_weights + (size_t)slot * (size_t)pass->quads : NULL;
+        for (int i = 0; i < range.count; i++) {
+            unsigned tap = (unsigned)(range.first - first + i);
+            store_pair(pairs, tap, to_fixed_point(weights[i]));
             if (quads)
-                store_digits(quads, tap, fixed(weights[i]));
+                store_digits(quads, tap, to_fixed_point(weights[i]));
         }
     }
     return 0;
 }
 
 void free_pass(Pass *pass) {
-    free(pass->first);
-    free(pass->weights);
-    free(pass->quad);
+    free(pass->first_input);
+    free(pass->pair_weights);
+    free(pass->quad_weights);
     free(pass->scratch);
 }

@@ -1,7 +1,7 @@
-"""The native decoder under AddressSanitizer and UndefinedBehaviorSanitizer, on thousands of damaged pictures.
+"""The native decoder under AddressSanitizer and UndefinedBehaviorSanitizer, on thousands of damaged images.
 
-Builds `native/decoder/fuzz.c` with gcc or clang three times, with the sums as this processor does them best, without
-AVX-512, and in plain C, which must agree on every pixel.
+Builds `native/decoder/fuzz.c` with gcc or clang three times: with the fastest instructions of this processor, without
+AVX-512, and in plain C. The three builds must agree on every pixel.
 
     python tests/faults/native_asan.py [10000]
 """
@@ -13,51 +13,55 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the folder of `support` and `faults`, when run as a program
+
 import numpy as np
-from data.test_native import any_jpeg, exif, jpeg, native, oddities, ppm, resampled
 from faults import fuzz
-from PIL import ImageFile
+from support.jpegs import change_sampling, draw_jpeg, make_exif, make_jpeg, make_ppm, make_unusual_images
+
+from podscale.data import _native as native
 
 NATIVE = Path(__file__).parents[2] / "native" / "decoder"
 SOURCES = sorted(str(path) for path in NATIVE.glob("*.c") if path.name != "module.c")
 FLAGS = "-std=c11 -g -O1 -Wall -Wextra -ffp-contract=off -fno-omit-frame-pointer".split()
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+BUILDS = {"as built": [], "AVX2": ["-DNO_VNNI"], "plain C": ["-DNO_AVX2"]}
 
-DAMAGED = 160  # files of the fuzzer's; the driver takes 256 in all
+DAMAGED = 160  # files damaged by tests/faults/fuzz.py; the driver takes 256 in all
 
 
-def seeds(folder: Path) -> list[str]:
+def write_seeds(folder: Path) -> list[str]:
     rng = np.random.default_rng(0)
-    made = [any_jpeg(rng, (120, 90))[0] for _ in range(40)]
-    made += [resampled(jpeg(rng, 64, 64, subsampling=2), factors, 64, 64) for factors in (0x41, 0x14)]
-    made += [jpeg(rng, 60, 50, exif=exif(orientation)) for orientation in (1, 6)]
-    made += [native.tile(any_jpeg(rng, most)[0], 2**28) for most in ((120, 90), (300, 150)) for _ in range(20)]
-    made += [oddities()["inks"][0], native.tile(oddities()["inks"][0], 2**28)]
-    made += [ppm(rng, 40, 30), ppm(rng, 90, 7, b"P6 # pixels\n%d %d 255\t")]
-    draw = random.Random(0)  # what tests/faults/fuzz.py tries, beside what the driver does to all of these
+    seeds = [draw_jpeg(rng, (120, 90))[0] for _ in range(40)]
+    seeds += [change_sampling(make_jpeg(rng, 64, 64, subsampling=2), factors, 64, 64) for factors in (0x41, 0x14)]
+    seeds += [make_jpeg(rng, 60, 50, exif=make_exif(orientation)) for orientation in (1, 6)]
+    seeds += [native.tile(draw_jpeg(rng, size)[0], 2**28) for size in ((120, 90), (300, 150)) for _ in range(20)]
+    cmyk = make_unusual_images()["CMYK"][0]
+    seeds += [cmyk, native.tile(cmyk, 2**28)]
+    seeds += [make_ppm(rng, 40, 30), make_ppm(rng, 90, 7, b"P6 # pixels\n%d %d 255\t")]
+    draw = random.Random(0)  # damage as in tests/faults/fuzz.py, besides what the driver does to all of these
     whole = fuzz.TARGETS["picture"][1]()
-    made += [harmed for _ in range(DAMAGED) if (harmed := fuzz.harmed(whole, draw))]
-    paths = [folder / f"{i}.jpg" for i in range(len(made))]
-    for path, data in zip(paths, made, strict=True):
+    seeds += [damaged for _ in range(DAMAGED) if (damaged := fuzz.damage_seed(whole, draw))]
+    paths = [folder / f"{i}.jpg" for i in range(len(seeds))]
+    for path, data in zip(paths, seeds, strict=True):
         path.write_bytes(data)
     return [str(path) for path in paths]
 
 
 def main() -> None:
-    count = sys.argv[1] if len(sys.argv) > 1 else "10000"
-    ImageFile.MAXBLOCK = 2**22  # Pillow cannot write some small progressive files without it
-    found = []
+    rounds = sys.argv[1] if len(sys.argv) > 1 else "10000"
+    results = []
     with tempfile.TemporaryDirectory() as folder:
-        files = seeds(Path(folder))
-        for name, extra in (("as built", []), ("AVX2", ["-DNO_VNNI"]), ("plain C", ["-DPLAIN_SUMS"])):
+        seeds = write_seeds(Path(folder))
+        for name, extra in BUILDS.items():
             driver = str(Path(folder) / "fuzz")
             compiler = os.environ.get("CC", "cc")
             command = [compiler, *FLAGS, *SANITIZERS, *extra, *SOURCES, "-o", driver, "-ljpeg", "-lm", "-pthread"]
             subprocess.run(command, check=True)
-            done = subprocess.run([driver, count, *files], check=True, stdout=subprocess.PIPE, text=True, timeout=1200)
-            found.append(done.stdout)
+            done = subprocess.run([driver, rounds, *seeds], check=True, stdout=subprocess.PIPE, text=True, timeout=1200)
+            results.append(done.stdout)
             print(f"{name}: {done.stdout}", end="", flush=True)
-    if len(set(found)) > 1:
+    if len(set(results)) > 1:
         sys.exit("the builds disagree")
 
 
