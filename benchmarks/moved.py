@@ -1,8 +1,8 @@
 """Claim: fused layers move fewer bytes in a training step of ResNet-50.
 
-The step is compiled for one described H200, without one (JAX's CUDA plugin and nvcc from PyPI must be there), as
-modules, as a chain of plain twins, and with the Pallas kernels. Each kernel of the optimized program reads its operands
-and writes its result; that is added up. No time is measured.
+The step is compiled for an H200 that is only described, so no GPU is needed (but JAX's CUDA plugin and nvcc from PyPI
+are), as modules, with the fused layers' reference implementations, and with the Pallas kernels. Each kernel of the
+optimized program reads its operands and writes its result; these bytes are added up. No time is measured.
 
     python benchmarks/moved.py [--images 256] [--span 64] [--ways modules,plain,hopper]
 """
@@ -21,7 +21,7 @@ from podscale.planner import compile, described_devices
 from podscale.pod import Pod
 
 IMAGENET = Counts(1281167, 50000, 1000)
-NO_KERNELS = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
+NO_KERNEL_OPCODES = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
 
 def main() -> None:
@@ -31,22 +31,25 @@ def main() -> None:
     parser.add_argument("--ways", default="modules,plain,hopper")
     arguments = parser.parse_args()
     changes = {"batch.size": arguments.images, "batch.span": arguments.span, "data.lanes": 1}
-    recipe = recipes.override(recipes.load("resnet50-imagenet-4k"), changes)
-    where = Pod("h200", 1, 1, memory_bytes=chips.chip("h200").memory_bytes)
-    plan = plans.make_plan(recipe, where, IMAGENET, Options(steps_per_call=1, micro_batches=1))
-    for way in arguments.ways.split(","):
-        here = replace(plan, kernels="" if way == "modules" else way, pod=described_devices.pod(where))
-        program = compile._compiled(here)
+    recipe = recipes.override_recipe(recipes.load_recipe("resnet50-imagenet-4k"), changes)
+    pod = Pod("h200", 1, 1, memory_bytes=chips.get_chip("h200").memory_bytes)
+    plan = plans.make_plan(recipe, pod, IMAGENET, Options(steps_per_call=1, micro_batches=1))
+    for kernels in arguments.ways.split(","):
+        described_plan = replace(
+            plan, kernels="" if kernels == "modules" else kernels, pod=described_devices.describe_pod(pod)
+        )
+        program = compile._compile_program(described_plan)
         temporary = program.memory_analysis().temp_size_in_bytes
-        print(f"{way:8} {moved(program.as_text()) / 1e9:6.1f} GB, {temporary / 2**30:.2f} GiB temporaries", flush=True)
+        gigabytes = count_moved_bytes(program.as_text()) / 1e9
+        print(f"{kernels:8} {gigabytes:6.1f} GB, {temporary / 2**30:.2f} GiB temporaries", flush=True)
 
 
-def moved(text: str) -> int:
-    """Bytes that the kernels of a program read and write, each array once for each kernel."""
+def count_moved_bytes(text: str) -> int:
+    """Return the bytes that the kernels of a program read and write, each array once per kernel."""
     entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
     assert entry is not None
     instructions = Program(text).computations[entry[1]]
-    return sum(one.bytes for one in instructions if one.opcode not in NO_KERNELS)
+    return sum(instruction.bytes for instruction in instructions if instruction.opcode not in NO_KERNEL_OPCODES)
 
 
 if __name__ == "__main__":
