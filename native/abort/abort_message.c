@@ -25,7 +25,6 @@ typedef struct {
 } Range;
 
 typedef struct {
-    const char *part; /* of the shared object's file name */
     Range ranges[MAX_RANGES];
     int count;
 } Object;
@@ -33,7 +32,7 @@ typedef struct {
 static char message[1024];
 static size_t message_length;
 static int exit_code;
-static Object jaxlib = {.part = "jaxlib"}, python = {.part = "python"};
+static Object jaxlib, python;
 static uintptr_t abort_address;
 
 static int contains(const Object *object, uintptr_t address) {

@@ -1,0 +1,88 @@
+"""Only the abort of JAX's runtime, in a process that has lost its peers, becomes a sentence and an exit code.
+
+`tests/faults/test_lost.py` kills process 0 of two and of four that train; here two processes have only joined.
+"""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.processes import find_free_port, make_environment
+
+from podscale.processes import abort_message
+from podscale.processes.heartbeat import PEER_LOST
+
+INSTALL = """
+import ctypes, os, resource, sys, threading
+import jax.numpy
+from podscale.processes import abort_message
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+if not abort_message.install(1, 2):
+    sys.exit("no native extension")
+"""
+HEAP_CORRUPTION = """
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.free(libc.malloc(64) + 8)  # glibc: free(): invalid pointer
+"""
+ABORTS = {
+    "os.abort": "os.abort()",
+    "os.abort in a thread": "thread = threading.Thread(target=os.abort); thread.start(); thread.join()",
+    "abort in C": "ctypes.CDLL(None).abort()",
+    "kill": "os.kill(os.getpid(), 6); threading.Event().wait(30)",
+    "heap corruption": HEAP_CORRUPTION,
+    "heap corruption in a thread without Python": """
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+bad = ctypes.c_void_p(libc.malloc(64) + 8)
+thread = ctypes.c_ulong()
+libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.free, ctypes.c_void_p), bad)
+libc.pthread_join(thread, None)
+""",
+}
+MEMBER = """
+import sys, threading
+from podscale.processes import abort_message, group
+group.join(sys.argv[1], 2, int(sys.argv[2]))
+abort_message.install(*group.get_rank_and_size())
+print("joined", flush=True)
+threading.Event().wait(120)
+"""
+LOST_PEER = "gone or cannot be reached"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _native_extension():
+    if not abort_message.install(0, 1):  # installs nothing: one process has no peers
+        pytest.skip("needs the native extension")
+
+
+def run_program(text):
+    return subprocess.run(
+        [sys.executable, "-c", INSTALL + text], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("abort", ABORTS.values(), ids=ABORTS)
+def test_an_abort_that_no_lost_peer_causes_keeps_its_signal(abort):
+    done = run_program(abort)
+    assert done.returncode == -signal.SIGABRT, done.stderr[-2000:]
+    assert LOST_PEER not in done.stderr
+
+
+@pytest.mark.processes(2)
+def test_losing_process_0_gives_the_sentence_and_the_exit_code():
+    address = f"127.0.0.1:{find_free_port()}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": make_environment()}
+    members = [subprocess.Popen([sys.executable, "-c", MEMBER, address, str(i)], **pipes) for i in range(2)]
+    try:
+        assert [member.stdout.readline() for member in members] == ["joined\n"] * 2
+        members[0].kill()
+        _, errors = members[1].communicate(timeout=120)
+    finally:
+        for member in members:
+            member.kill()
+            member.communicate()
+    assert members[1].returncode == PEER_LOST, errors[-2000:]
+    assert "podscale: process 1 ends: process 0, through which all find each other, is gone" in errors
