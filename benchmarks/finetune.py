@@ -1,12 +1,12 @@
-"""Claim: weights that know other pictures help. With few photos the last layer alone learns as well as all of them.
+"""Claim: weights trained on other images help. With few photos, training the last layer alone is as good as all layers.
 
-Half of the kinds of a folder of photos are learnt from nothing, by `imagefolder`. From these weights the other half is
-learnt, from all of its photos and from few of each kind: by `imagefolder`, by `finetune`, and by both from nothing.
+Half of the classes of a folder of photos are trained from scratch, by `imagefolder`. From these weights the other half
+is trained, with all photos and with few of each class: by `imagefolder`, by `finetune`, and by both from scratch.
 
     python benchmarks/finetune.py imagewoof-128 [--few 20] [--seeds 0,1,2] [--run runs/finetune] [--FIELD VALUE ...]
 
-Fields, such as `--data.image_size 64`, change the recipes of all. The validation photos are read once a run, at its
-end. What is done stays done: the same command goes on.
+Fields, such as `--data.image_size 64`, change the recipes of all. The validation photos are read once per run, at its
+end. Finished trainings are kept: the same command resumes.
 """
 
 import argparse
@@ -40,59 +40,59 @@ name = "finetune, from weights, body frozen"
 set.model = {{ init = "{weights}", freeze = ["body"] }}
 
 [[case]]
-name = "imagefolder, from nothing"
+name = "imagefolder, from scratch"
 recipe = "imagefolder"
 
 [[case]]
-name = "finetune, from nothing"
+name = "finetune, from scratch"
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("photos", type=Path, help="a folder with train/CLASS/FILE and val/CLASS/FILE")
-    parser.add_argument("--few", type=int, default=20, help="photos of each kind")
+    parser.add_argument("--few", type=int, default=20, help="photos of each class")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--run", type=Path, default=Path("runs/finetune"))
-    arguments, more = parser.parse_known_args()
-    kinds = sorted(path.name for path in (arguments.photos / "train").glob("*") if path.is_dir())
-    if len(kinds) < 4:
-        parser.error(f"{arguments.photos}/train needs folders of at least four kinds of photos")
+    arguments, extra = parser.parse_known_args()
+    class_names = sorted(path.name for path in (arguments.photos / "train").glob("*") if path.is_dir())
+    if len(class_names) < 4:
+        parser.error(f"{arguments.photos}/train needs folders of at least four classes of photos")
     if arguments.few < 1:
         parser.error("--few must be at least 1")
-    half, folder, few = len(kinds) // 2, arguments.run.absolute(), f"{arguments.few}-of-each"
-    linked(arguments.photos, folder / "first", kinds[:half])
-    linked(arguments.photos, folder / "all", kinds[half:])
-    linked(arguments.photos, folder / few, kinds[half:], arguments.few)
+    half, folder, few = len(class_names) // 2, arguments.run.absolute(), f"{arguments.few}-of-each"
+    link_photos(arguments.photos, folder / "first", class_names[:half])
+    link_photos(arguments.photos, folder / "all", class_names[half:])
+    link_photos(arguments.photos, folder / few, class_names[half:], arguments.few)
     weights = folder / "weights"
-    if code := podscale("train", "imagefolder", "--data.path", folder / "first", "--run", weights, *more):
+    if code := run_podscale("train", "imagefolder", "--data.path", folder / "first", "--run", weights, *extra):
         raise SystemExit(code)
     study = folder / "study.toml"
-    own = recipes.load("finetune")
-    study.write_text(STUDY.format(epochs=own.train.epochs, quarter=own.schedule.peak / 4, weights=weights))
+    recipe = recipes.load_recipe("finetune")
+    study.write_text(STUDY.format(epochs=recipe.train.epochs, quarter=recipe.schedule.peak / 4, weights=weights))
     codes = []
     for photos in ("all", few):
         command = ["study", study, "--run", folder / f"from-{photos}", "--data.path", folder / photos]
-        codes.append(podscale(*command, "--seeds", arguments.seeds, *more))
+        codes.append(run_podscale(*command, "--seeds", arguments.seeds, *extra))
     raise SystemExit(max(codes))
 
 
-def linked(photos: Path, folder: Path, kinds: list[str], few: int = 0) -> None:
-    """Links to the photos of some kinds: all of them, or few of each to train on, spread evenly over their names."""
-    for part in ("train", "val"):
-        for kind in kinds:
-            files = sorted((photos / part / kind).iterdir())
-            if few and part == "train":
+def link_photos(photos: Path, folder: Path, class_names: list[str], few: int = 0) -> None:
+    """Link the photos of some classes: all of them, or few of each to train on, spread evenly over their names."""
+    for split in ("train", "val"):
+        for class_name in class_names:
+            files = sorted((photos / split / class_name).iterdir())
+            if few and split == "train":
                 files = files[:: max(1, len(files) // few)][:few]
-            own = folder / part / kind
-            own.mkdir(parents=True, exist_ok=True)
+            target = folder / split / class_name
+            target.mkdir(parents=True, exist_ok=True)
             for file in files:
-                if not (own / file.name).exists():
-                    (own / file.name).symlink_to(file.absolute())
+                if not (target / file.name).exists():
+                    (target / file.name).symlink_to(file.absolute())
 
 
-def podscale(*arguments: object) -> int:
-    """The exit code of a command, which says by itself what was wrong."""
+def run_podscale(*arguments: object) -> int:
+    """Run a command and return its exit code; it reports by itself what is wrong."""
     return subprocess.run([sys.executable, "-m", "podscale", *map(str, arguments)], check=False).returncode
 
 

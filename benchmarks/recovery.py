@@ -1,8 +1,8 @@
-"""Claim: a run of several processes is soon training again after a fault, and loses no more than since its last save.
+"""Claim: a run of several processes soon trains again after a fault, and loses only the steps since its last save.
 
 Trains `digits` under `podscale launch --restarts 1` and injects one fault into one of the processes, after a number of
-steps. Tells for each fault how long it took until the launcher had noticed and ended all processes, how long until the
-first new step was done, and how many steps were done twice. There is no peer: this is what a user waits for.
+steps. Reports for each fault the time until the launcher has noticed and ended all processes, the time until the first
+new step is done, and the number of steps done twice. There is no peer: this is what a user waits for.
 
     python benchmarks/recovery.py [--processes 4] [--faults killed,coordinator,stopped,asked]
 """
@@ -26,23 +26,23 @@ LIMIT_S = 900
 
 
 class Fault(NamedTuple):
-    """What happens to which process (the last is -1), in words for people."""
+    """A signal to one of the processes (the last is -1), and its description for people."""
 
-    told: str
+    description: str
     signal: signal.Signals
     process: int
 
 
 FAULTS = {
     "killed": Fault("one process killed (-9)", signal.SIGKILL, -1),
-    "coordinator": Fault("the first process killed (-9)", signal.SIGKILL, 0),
+    "coordinator": Fault("the main process killed (-9)", signal.SIGKILL, 0),
     "stopped": Fault(f"one process stopped, plan.timeout_s {TIMEOUT_S}", signal.SIGSTOP, -1),
     "asked": Fault("SIGTERM to one process", signal.SIGTERM, -1),
 }
 
 
-class Watched:
-    """A launched training, with the time of every line that it says."""
+class WatchedTraining:
+    """A launched training, with the time of every line that it prints."""
 
     def __init__(self, folder: Path, processes: int) -> None:
         self.folder, self.lines = folder, list[tuple[float, str]]()
@@ -69,45 +69,45 @@ class Watched:
         for line in self.process.stderr:
             self.lines.append((time.monotonic(), line))
 
-    def members(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         pid = self.process.pid
         return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    def last_step(self) -> int:
+    def read_last_step(self) -> int:
         path = self.folder / "metrics.jsonl"
-        whole = path.read_text().split("\n")[:-1] if path.exists() else []
-        return max((json.loads(line)["step"] for line in whole), default=0)
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return max((json.loads(line)["step"] for line in lines), default=0)
 
-    def said(self, pattern: str) -> tuple[float, re.Match[str]] | None:
-        found = ((at, re.search(pattern, line)) for at, line in list(self.lines))
-        return next(((at, match) for at, match in found if match), None)
+    def find_line(self, pattern: str) -> tuple[float, re.Match[str]] | None:
+        matches = ((at, re.search(pattern, line)) for at, line in list(self.lines))
+        return next(((at, match) for at, match in matches if match), None)
 
-    def until(self, ready: "object") -> None:
+    def wait_until(self, condition: "object") -> None:
         deadline = time.monotonic() + LIMIT_S
-        while not ready():  # type: ignore[operator]
+        while not condition():  # type: ignore[operator]
             if time.monotonic() > deadline or self.process.poll() is not None:
                 sys.exit("".join(line for _, line in self.lines[-20:]))
             time.sleep(0.02)
 
 
-def measure(fault: Fault, processes: int) -> tuple[float, float, int]:
-    """Seconds until noticed, seconds until training again, and steps done twice."""
+def measure_fault(fault: Fault, processes: int) -> tuple[float, float, int]:
+    """Return seconds until the fault is noticed, seconds until training again, and steps done twice."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Watched(Path(folder) / "run", processes)
-        run.until(lambda: run.last_step() >= FAULT_STEP)
-        os.kill(run.members()[fault.process], fault.signal)
-        since = time.monotonic()
-        run.until(lambda: run.said("starting again"))
-        reached = run.last_step()
-        run.until(lambda: run.said(r"resuming after step (\d+)"))
-        resumed = int(run.said(r"resuming after step (\d+)")[1][1])
+        run = WatchedTraining(Path(folder) / "run", processes)
+        run.wait_until(lambda: run.read_last_step() >= FAULT_STEP)
+        os.kill(run.list_processes()[fault.process], fault.signal)
+        fault_time = time.monotonic()
+        run.wait_until(lambda: run.find_line("starting again"))
+        last_before = run.read_last_step()
+        run.wait_until(lambda: run.find_line(r"resuming after step (\d+)"))
+        resumed_step = int(run.find_line(r"resuming after step (\d+)")[1][1])
         journal = run.folder / "metrics.jsonl"
-        run.until(lambda: journal.read_text().count('"start"') == 2 and run.last_step() > resumed)
-        again = time.monotonic() - since
-        noticed = run.said("starting again")[0] - since
+        run.wait_until(lambda: journal.read_text().count('"start"') == 2 and run.read_last_step() > resumed_step)
+        recovery_s = time.monotonic() - fault_time
+        notice_s = run.find_line("starting again")[0] - fault_time
         run.process.send_signal(signal.SIGTERM)
         run.process.wait(LIMIT_S)
-        return noticed, again, reached - resumed
+        return notice_s, recovery_s, last_before - resumed_step
 
 
 def main() -> None:
@@ -117,8 +117,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| fault | noticed, s | training again, s | steps done twice |\n| --- | ---: | ---: | ---: |")
     for name in arguments.faults.split(","):
-        noticed, again, lost = measure(FAULTS[name], arguments.processes)
-        print(f"| {FAULTS[name].told} | {noticed:.1f} | {again:.1f} | {lost} |", flush=True)
+        notice_s, recovery_s, repeated_steps = measure_fault(FAULTS[name], arguments.processes)
+        print(f"| {FAULTS[name].description} | {notice_s:.1f} | {recovery_s:.1f} | {repeated_steps} |", flush=True)
 
 
 if __name__ == "__main__":

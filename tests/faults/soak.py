@@ -1,10 +1,10 @@
-"""A training that is disturbed for half an hour by all that must not change its result, beside one that is not.
+"""Disturb a training for half an hour with faults that must not change its result; compare it with an undisturbed one.
 
-Every 60 to 120 seconds comes a fault: SIGTERM, kill -9, SIGSTOP for a while, a flipped bit in the newest checkpoint,
-a full disk. The same command is started again each time. In the end parameters, statistics, optimizer and every loss
-must be those of a run that nothing happened to. Prints one line a fault, then a table, and exits with 1 if anything is
-different. The seed of the faults is printed; programs are compiled once and kept. As root, the run lies on a disk of
-its own, which can be filled; else that fault is left out.
+Every 60 to 120 seconds a fault is injected: SIGTERM, kill -9, SIGSTOP for a while, a flipped bit in the newest
+checkpoint, a full disk. The same command is started again each time. In the end parameters, statistics, optimizer and
+every loss must equal those of the undisturbed run. Prints one line per fault, then a table, and exits with 1 if
+anything differs. The seed of the faults is printed; programs are compiled once and cached. As root, the run is on a
+disk of its own, which can be filled; otherwise that fault is skipped.
 
     python tests/faults/soak.py --seconds 1800 --seed 7
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from support.disturbed import Training, until
+from support.disturbed import Training, wait_until
 
 PREEMPTED, DISK_MIB, BETWEEN_S = 75, 96, (60.0, 120.0)
 SAVE_STEPS = 50
@@ -33,11 +33,11 @@ SAVE_STEPS = 50
 
 @dataclass
 class Fault:
-    """What was done, and what came of it."""
+    """A fault, and its cost."""
 
     kind: str
-    lost: int = 0  # updates that had to be done again
-    notice_s: float = 0.0  # until the process had ended, or had said so
+    lost: int = 0  # updates that had to be repeated
+    notice_s: float = 0.0  # until the process had ended or reported it
     again_s: float = 0.0  # until the next update after it
 
 
@@ -49,32 +49,32 @@ class Soak:
         self.process = training.start()
 
     def disturb(self, kind: str) -> Fault | None:
-        """One fault; None where the training had come to its end before it."""
+        """Inject one fault; return None if the training ended first."""
         if self.process.poll() is not None:
             return None
-        step, began = self.training.step(), time.monotonic()
+        last_step, began = self.training.last_step(), time.monotonic()
         fault = getattr(self, f"_{kind}")()
         if self.process.poll() is None:
-            new = until(lambda: self.training.step() > step, self.process, every_s=0.05)
+            trains = wait_until(lambda: self.training.last_step() > last_step, self.process, every_s=0.05)
         else:
             if self.process.returncode == 0:
                 return None
             self.process = self.training.start()
-            new = until(self.training.trains, self.process, every_s=0.05)
-            fault.lost = max(step - self.training.resumed(), 0)
+            trains = wait_until(self.training.has_started_training, self.process, every_s=0.05)
+            fault.lost = max(last_step - self.training.resumed_step(), 0)
         fault.again_s = time.monotonic() - began
-        return fault if new else None
+        return fault if trains else None
 
-    def listens(self) -> None:
-        """Waits until it has begun to train: before that, a signal that asks for no more pauses would end it."""
-        until(self.training.trains, self.process, every_s=0.05)
+    def wait_for_training(self) -> None:
+        """Wait until training has started: before that, the signal that ends the pauses would end the process."""
+        wait_until(self.training.has_started_training, self.process, every_s=0.05)
 
     def _end(self, number: signal.Signals, *expected: int) -> float:
         began = time.monotonic()
         self.process.send_signal(number)
         code = self.process.wait()
         if code not in (0, *expected):
-            raise SystemExit(f"exit code {code} after {number.name}: {self.training.said.read_text()[-3000:]}")
+            raise SystemExit(f"exit code {code} after {number.name}: {self.training.log.read_text()[-3000:]}")
         return time.monotonic() - began
 
     def _sigterm(self) -> Fault:
@@ -90,7 +90,7 @@ class Soak:
         return Fault("SIGSTOP for 5 to 20 s")
 
     def _damage(self) -> Fault:
-        """Kills it, and flips a bit of the newest checkpoint, unless that is the only one."""
+        """Kill it, and flip a bit of the newest checkpoint, unless that is the only one."""
         notice_s = self._end(signal.SIGKILL, -signal.SIGKILL)
         checkpoints = self.training.folder / "checkpoints"
         steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
@@ -103,10 +103,10 @@ class Soak:
         return Fault("kill -9 and a flipped bit", notice_s=notice_s)
 
     def _fill(self) -> Fault:
-        """No room for 20 to 40 seconds, in which at least one checkpoint is due."""
+        """Fill the disk for 20 to 40 seconds, in which at least one checkpoint is due."""
         assert self.disk is not None
         filler = self.disk / "filler"
-        began, said = time.monotonic(), self.training.said.read_text().count("takes no more")
+        began, warnings = time.monotonic(), self.training.log.read_text().count("takes no more")
         with filler.open("wb") as file:
             try:
                 while True:
@@ -114,9 +114,11 @@ class Soak:
                     file.flush()
             except OSError:
                 pass
-        told = until(lambda: self.training.said.read_text().count("takes no more") > said, self.process, every_s=0.05)
+        warned = wait_until(
+            lambda: self.training.log.read_text().count("takes no more") > warnings, self.process, every_s=0.05
+        )
         notice_s = time.monotonic() - began
-        if told:
+        if warned:
             time.sleep(self.draw.uniform(20, 40))
         filler.unlink()
         return Fault("full disk for 20 to 40 s", notice_s=notice_s)
@@ -135,31 +137,31 @@ def small_disk(place: Path) -> Iterator[Path | None]:
 
 
 def soak(training: Training, whole: Training, seconds: float, seed: int, disk: Path | None) -> tuple[list[Fault], int]:
-    """Faults for so many seconds, over as many trainings as that takes; each of them must end as `whole` did."""
+    """Inject faults for so many seconds, over as many trainings as that takes; each must end as `whole` did."""
     draw, faults, began = random.Random(seed), list[Fault](), time.monotonic()
     kinds, bag = ["sigterm", "kill", "stop", "damage", *(["fill"] if disk else [])], list[str]()
     for number in itertools.count():
-        one = replace(training, folder=training.folder.with_name(f"soak{number}"))
-        running = Soak(one, disk, draw)
+        current = replace(training, folder=training.folder.with_name(f"soak{number}"))
+        running = Soak(current, disk, draw)
         while time.monotonic() - began < seconds:
             _wait(running.process, min(draw.uniform(*BETWEEN_S), began + seconds - time.monotonic()))
             if time.monotonic() - began >= seconds:
                 break
-            bag = bag or draw.sample(kinds, len(kinds))  # each comes once before any comes again
+            bag = bag or draw.sample(kinds, len(kinds))  # each kind comes once before any comes again
             fault = running.disturb(bag.pop())
             if fault is None:
                 break
             faults.append(fault)
-            at = f"{time.monotonic() - began:6.0f} s  step {one.step():5}"
+            at = f"{time.monotonic() - began:6.0f} s  step {current.last_step():5}"
             times = f"noticed after {fault.notice_s:.1f} s, training again after {fault.again_s:.1f} s"
             print(f"{at}  {fault.kind}: {fault.lost} updates lost, {times}", flush=True)
-        running.listens()
+        running.wait_for_training()
         running.process.send_signal(signal.SIGUSR1)  # no more pauses
         if running.process.wait() != 0:
-            raise SystemExit(f"it did not end well: {one.said.read_text()[-3000:]}")
-        compare(one, whole)
+            raise SystemExit(f"the training failed: {current.log.read_text()[-3000:]}")
+        compare(current, whole)
         print(f"{time.monotonic() - began:6.0f} s  a training has ended, with the same bits", flush=True)
-        shutil.rmtree(one.folder)
+        shutil.rmtree(current.folder)
         if time.monotonic() - began >= seconds:
             return faults, number + 1
 
@@ -169,10 +171,10 @@ def _wait(process: subprocess.Popen, seconds: float) -> None:
         process.wait(max(seconds, 0))
 
 
-def compare(one: Training, whole: Training) -> None:
-    if one.updates() != whole.updates():
+def compare(training: Training, whole: Training) -> None:
+    if training.read_updates() != whole.read_updates():
         raise SystemExit("losses differ")
-    for a, b in zip(one.arrays(), whole.arrays(), strict=True):
+    for a, b in zip(training.read_arrays(), whole.read_arrays(), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -183,7 +185,7 @@ def table(faults: list[Fault]) -> str:
         of_kind = [fault for fault in faults if fault.kind == kind]
         lost = [fault.lost for fault in of_kind]
         notice, again = (np.median([getattr(f, name) for f in of_kind]) for name in ("notice_s", "again_s"))
-        count = f"{len(of_kind)} | {len(of_kind)}"  # whoever did not survive has ended this program
+        count = f"{len(of_kind)} | {len(of_kind)}"  # a training that does not survive ends this program
         lines.append(f"| {kind} | {count} | {np.mean(lost):.0f}, {max(lost)} | {notice:.1f} | {again:.1f} |")
     return "\n".join(lines)
 
@@ -195,19 +197,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200, help="of a training; 11 updates each")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds of sleep before each update")
     parser.add_argument("--nice", type=int, default=5)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    print(f"seed {asked.seed}, {asked.seconds:.0f} s, {asked.epochs} epochs", flush=True)
+    print(f"seed {arguments.seed}, {arguments.seconds:.0f} s, {arguments.epochs} epochs", flush=True)
     with tempfile.TemporaryDirectory() as name, small_disk(Path(name) / "disk") as disk:
         place = Path(name)
-        whole = Training(place / "whole", place / "programs", asked.epochs, SAVE_STEPS, niceness=asked.nice)
+        whole = Training(place / "whole", place / "programs", arguments.epochs, SAVE_STEPS, niceness=arguments.nice)
         began = time.monotonic()
         if whole.start().wait() != 0:
-            sys.exit(whole.said.read_text()[-3000:])
+            sys.exit(whole.log.read_text()[-3000:])
         print(f"undisturbed: {time.monotonic() - began:.0f} s", flush=True)
-        training = replace(whole, folder=(disk or place) / "soak", pause_s=asked.pause)
-        faults, trainings = soak(training, whole, asked.seconds, asked.seed, disk)
+        training = replace(whole, folder=(disk or place) / "soak", pause_s=arguments.pause)
+        faults, trainings = soak(training, whole, arguments.seconds, arguments.seed, disk)
         took = time.monotonic() - began
     print(f"\n{len(faults)} faults in {trainings} trainings, {took:.0f} s in all; every bit is the same\n")
     print(table(faults))

@@ -1,4 +1,4 @@
-"""The ledger of a run that is stopped, killed and resumed: every second is booked once."""
+"""The ledger of a run that is stopped, killed and resumed: every second counts once."""
 
 import json
 import os
@@ -14,21 +14,21 @@ from podscale.runs.ledger import DOWN, LOST, History
 SETTINGS = "digits --model.width 8 --train.epochs 8 --train.eval_epochs 1 --pod.virtual 1x1 --json".split()
 
 
-def started(folder):
+def start_training(folder):
     command = [sys.executable, "-m", "podscale", "train", *SETTINGS, "--run", str(folder)]
     return subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE)
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_run_that_was_killed_sum_to_its_wall_time(tmp_path):
-    killed, ledger = started(tmp_path), tmp_path / "ledger.json"
+def test_the_phases_of_a_killed_run_sum_to_its_wall_time(tmp_path):
+    killed, ledger = start_training(tmp_path), tmp_path / "ledger.json"
     deadline = time.monotonic() + 240
     while not (ledger.exists() and '"step": 34' in ledger.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     time.sleep(1)
-    output, _ = started(tmp_path).communicate(timeout=240)
+    output, _ = start_training(tmp_path).communicate(timeout=240)
     summary, ended = json.loads(output), (tmp_path / "summary.json").stat().st_mtime
     (first, second) = json.loads(ledger.read_text())
     wall = ended - first["began"]
@@ -39,25 +39,25 @@ def test_the_parts_of_a_run_that_was_killed_sum_to_its_wall_time(tmp_path):
     assert [note["step"] for note in second["notes"]][-1] == 90
 
 
-def test_work_after_the_checkpoint_that_a_run_goes_on_from_is_lost(tmp_path):
+def test_work_after_the_checkpoint_that_a_run_resumes_from_is_lost(tmp_path):
     first = History(tmp_path, began=0.0, resumed=0)
     first.record(10, {"train": 40.0, "compile": 10.0}, at=50.0)
     first.record(20, {"train": 80.0, "compile": 10.0}, at=90.0)
     second = History(tmp_path, began=100.0, resumed=10)  # the checkpoint of step 20 was damaged
     second.record(30, {"train": 60.0}, at=160.0)
     third = History(tmp_path, began=200.0, resumed=30)
-    found = third.sum_phases({"train": 7.0})
-    assert found == {"train": 40.0 + 60.0 + 7.0, "compile": 10.0, LOST: 40.0, DOWN: 10.0 + 40.0}
-    assert sum(found.values()) == 207.0
+    phases = third.sum_phases({"train": 7.0})
+    assert phases == {"train": 40.0 + 60.0 + 7.0, "compile": 10.0, LOST: 40.0, DOWN: 10.0 + 40.0}
+    assert sum(phases.values()) == 207.0
     assert third.compute_goodput({"train": 7.0}, now=207.0) == pytest.approx(107 / 207)
 
 
-def test_a_run_that_begins_anew_has_no_past(tmp_path):
+def test_a_run_that_starts_from_scratch_has_no_past(tmp_path):
     History(tmp_path, began=0.0, resumed=0).record(5, {"train": 3.0}, at=3.0)
     assert History(tmp_path, began=50.0, resumed=0).sum_phases({"train": 1.0}) == {"train": 1.0}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '[{"began": 1}]', '{"a": 2}'])
-def test_a_ledger_that_makes_no_sense_is_no_obstacle(tmp_path, text):
+def test_an_invalid_ledger_is_ignored(tmp_path, text):
     (tmp_path / "ledger.json").write_text(text)
     assert History(tmp_path, began=5.0, resumed=3).sum_phases({"train": 1.0}) == {"train": 1.0}

@@ -1,4 +1,4 @@
-"""kill -9 at any moment, also in the middle of saving and deleting: the same command goes on, to the same bits."""
+"""kill -9 at any moment, also while saving and deleting: the same command resumes, bit-identically."""
 
 import dataclasses
 import itertools
@@ -13,69 +13,70 @@ MOMENTS = ("starting", "training", "saving", "deleting")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A run that nothing happens to, by its length."""
-    place, known = tmp_path_factory.mktemp("whole"), {}
+    """A function that returns an undisturbed run of a number of epochs."""
+    folder, trainings = tmp_path_factory.mktemp("whole"), {}
 
-    def find(epochs, save_steps):
-        if epochs not in known:
-            known[epochs] = Training(place / str(epochs), place / "programs", epochs, save_steps)
-            process = known[epochs].start()
-            assert process.wait() == 0, known[epochs].said.read_text()[-2000:]
-        return known[epochs]
+    def get_training(epochs, save_steps):
+        if epochs not in trainings:
+            trainings[epochs] = Training(folder / str(epochs), folder / "programs", epochs, save_steps)
+            process = trainings[epochs].start()
+            assert process.wait() == 0, trainings[epochs].log.read_text()[-2000:]
+        return trainings[epochs]
 
-    return find
+    return get_training
 
 
-def survived(whole, place, kills, seed):
-    """Kills a training again and again, lets it come to its end, and compares; returns what was found at each kill."""
-    draw, found = random.Random(seed), []
+def train_through_kills(undisturbed_training, folder, kills, seed):
+    """Kill a training again and again, let it finish, compare it with the undisturbed one; return a record per kill."""
+    draw, kills_done = random.Random(seed), []
     for round_ in itertools.count():
-        training = dataclasses.replace(whole, folder=place / f"killed{round_}", slow_disk=True)
-        _one_training(training, found, kills, draw)
-        assert training.updates() == whole.updates()
-        for one, other in zip(training.arrays(), whole.arrays(), strict=True):
-            np.testing.assert_array_equal(one, other)
-        if len(found) == kills:
-            return found
+        training = dataclasses.replace(undisturbed_training, folder=folder / f"killed{round_}", slow_disk=True)
+        kill_until_the_end(training, kills_done, kills, draw)
+        assert training.read_updates() == undisturbed_training.read_updates()
+        for ours, theirs in zip(training.read_arrays(), undisturbed_training.read_arrays(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        if len(kills_done) == kills:
+            return kills_done
 
 
-def _one_training(training, found, kills, draw):
-    """Until it ends by itself, which it may do before all kills were done."""
-    first = len(found)
+def kill_until_the_end(training, kills_done, kills, draw):
+    """Kill and restart a training until it ends by itself, which may be before all kills are done."""
+    first = len(kills_done)
     while True:
         process = training.start()
-        late = kill(training, process, draw.choice(MOMENTS), draw) if len(found) < kills else None
-        assert late or process.wait() == 0, training.said.read_text()[-2000:]
-        if len(found) > first and training.trains():
-            found[-1].resumed = training.resumed()
-        if late is None:
+        kill_record = kill(training, process, draw.choice(MOMENTS), draw) if len(kills_done) < kills else None
+        assert kill_record or process.wait() == 0, training.log.read_text()[-2000:]
+        if len(kills_done) > first and training.has_started_training():
+            kills_done[-1].resumed_step = training.resumed_step()
+        if kill_record is None:
             return
-        found.append(late)
+        kills_done.append(kill_record)
 
 
-def check(found, save_steps):
-    """A session goes on from the newest whole checkpoint; what is lost is an interval, and one more while saving.
+def check_lost_updates(kills_done, save_steps):
+    """A session resumes from the newest whole checkpoint; at most one interval is lost, and one more while saving.
 
-    One that is killed before its first update loses nothing more, but may have cleared away what was half saved.
+    A session that is killed before its first update loses nothing more, but may have removed what was partly saved.
     """
     lost = 0
-    for one in found:
-        assert one.resumed in (None, one.finished)
-        before, lost = lost, one.step - one.finished
-        assert lost <= (1 + one.saving) * save_steps or (not one.trained and lost == before), one
+    for record in kills_done:
+        assert record.resumed_step in (None, record.newest_checkpoint)
+        before, lost = lost, record.last_step - record.newest_checkpoint
+        assert lost <= (1 + record.saving) * save_steps or (not record.trained and lost == before), record
 
 
 @pytest.mark.slow
-def test_killed_while_saving_and_while_deleting_a_run_ends_with_the_same_bits(undisturbed, tmp_path):
-    found = survived(undisturbed(epochs=4, save_steps=10), tmp_path, kills=3, seed=3)
-    check(found, save_steps=10)
+def test_a_run_killed_while_saving_and_deleting_ends_bit_identical(undisturbed, tmp_path):
+    kills_done = train_through_kills(undisturbed(epochs=4, save_steps=10), tmp_path, kills=3, seed=3)
+    check_lost_updates(kills_done, save_steps=10)
 
 
 @pytest.mark.slow
-def test_killed_at_fifty_random_moments_a_run_ends_with_the_same_bits(undisturbed, tmp_path):
-    found = survived(undisturbed(epochs=80, save_steps=10), tmp_path, kills=50, seed=0)
-    check(found, save_steps=10)
+def test_a_run_killed_at_fifty_random_moments_ends_bit_identical(undisturbed, tmp_path):
+    kills_done = train_through_kills(undisturbed(epochs=80, save_steps=10), tmp_path, kills=50, seed=0)
+    check_lost_updates(kills_done, save_steps=10)
     for moment in MOMENTS:
-        lost = [one.step - one.finished for one in found if one.moment == moment]
+        lost = [record.last_step - record.newest_checkpoint for record in kills_done if record.moment == moment]
         print(f"{moment}: {len(lost)} kills, {sum(lost) / len(lost):.1f} updates lost, at most {max(lost)}")
-    print(f"{sum(one.saving for one in found)} while saving, {sum(one.deleting for one in found)} while deleting")
+    saving, deleting = (sum(getattr(record, name) for record in kills_done) for name in ("saving", "deleting"))
+    print(f"{saving} while saving, {deleting} while deleting")

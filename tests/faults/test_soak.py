@@ -1,4 +1,4 @@
-"""The soak of soak.py, for as long as PODSCALE_SOAK_S says."""
+"""Run soak.py for PODSCALE_SOAK_S seconds."""
 
 import os
 import subprocess
@@ -11,14 +11,14 @@ SECONDS = os.environ.get("PODSCALE_SOAK_S", "300")
 
 
 @pytest.mark.slow
-def test_a_training_that_is_disturbed_again_and_again_ends_as_one_that_is_not():
+def test_a_repeatedly_disturbed_training_ends_bit_identical():
     script = Path(__file__).with_name("soak.py")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script), "--seconds", SECONDS, "--epochs", "40"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    print(done.stdout)
-    assert "every bit is the same" in done.stdout
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    print(process.stdout)
+    assert "every bit is the same" in process.stdout

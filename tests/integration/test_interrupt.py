@@ -1,4 +1,4 @@
-"""How a program ends that cannot go on: quickly, with one sentence, its own exit code, and nobody left waiting."""
+"""A program that cannot continue ends quickly, with one sentence, its own exit code, and no process left waiting."""
 
 import os
 import signal
@@ -19,23 +19,25 @@ from podscale.training import step
 TIMEOUT_S = 120
 
 
-# A shell in the background has its children ignore Ctrl-C; the program under test must hear it.
-HEEDING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+# A shell in the background makes its children ignore Ctrl-C; the program under test must handle it.
+DEFAULT_SIGINT = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 def start(*arguments, **variables):
-    command = [sys.executable, "-c", HEEDING, sys.executable, "-m", "podscale", "train", *arguments]
+    command = [sys.executable, "-c", DEFAULT_SIGINT, sys.executable, "-m", "podscale", "train", *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | variables
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
 
 
-def test_ctrl_c_while_compiling_ends_with_its_own_code(tmp_path):
+def test_ctrl_c_while_compiling_ends_with_its_exit_code(tmp_path):
     process = start("digits", "--run", str(tmp_path / "run"))
     deadline = time.monotonic() + TIMEOUT_S
     while not (tmp_path / "run" / "sample.png").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)  # the sample is the last thing before compilation
+        time.sleep(0.01)  # the sample is the last file written before compilation
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -44,20 +46,20 @@ def test_ctrl_c_while_compiling_ends_with_its_own_code(tmp_path):
     assert "Traceback" not in errors
 
 
-DROPPED = """
+DROPPED_INTERRUPT = """
 import gc, signal, sys, time
 from podscale.cli import main as cli
 
-def collecting(phase, _):
+def interrupt_once(phase, _):
     if phase == "stop" and not interrupted:
         interrupted.append(True)
         signal.raise_signal(signal.SIGINT)
-        time.sleep(0)  # here Python raises, and drops what it raised
+        time.sleep(0)  # here Python raises, and drops the exception
 
-cli._heed_interrupts()
+cli._forward_interrupts()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupted = []
-gc.callbacks.append(collecting)
+gc.callbacks.append(interrupt_once)
 try:
     gc.collect()
     time.sleep(20)
@@ -67,16 +69,18 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_middle_of_a_garbage_collection_is_heard():
-    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "")
+def test_ctrl_c_during_garbage_collection_is_handled():
+    process = subprocess.run(
+        [sys.executable, "-c", DROPPED_INTERRUPT], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (process.returncode, process.stderr) == (130, "")
 
 
 TINY = "--model.name resnet8 --model.stem small --model.width 8 --data.image_size 16".split()
 
 
-def photos(root, side, count=16):
-    """A folder of large pictures: most of the time of training on them goes into loading."""
+def write_photos(root, side, count=16):
+    """Write a folder of large images: training on them spends most of its time loading."""
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
     for split in ("train", "val"):
         for name in ("cats", "dogs"):
@@ -86,51 +90,51 @@ def photos(root, side, count=16):
     return root
 
 
-def session(leader):
-    """Processes of the session that a process began, itself apart."""
-    found = []
+def list_session_processes(leader):
+    """Return the processes of the session that a process leads, without itself."""
+    members = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with suppress(OSError):  # it may just have ended
                 fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
                 if int(fields[3]) == leader and int(entry) != leader:
-                    found.append(int(entry))
-    return found
+                    members.append(int(entry))
+    return members
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads Linux's /proc")
 @pytest.mark.parametrize("cache", ["none", "decoded"])
 def test_ctrl_c_while_loading_leaves_nothing_behind(tmp_path, cache):
-    data, run = photos(tmp_path / "data", 600), tmp_path / "run"
+    data, run = write_photos(tmp_path / "data", 600), tmp_path / "run"
     (tmp_path / "tmp").mkdir()
-    shared = set(os.listdir("/dev/shm"))
+    shared_before = set(os.listdir("/dev/shm"))
     more = (
         f"--batch.size 16 --batch.span 16 --train.epochs 10000 --train.eval_epochs 10000 --plan.cache {cache}".split()
     )
     arguments = ["finetune", "--data.path", str(data), *TINY, *more, "--run", str(run)]
     process = start(*arguments, TMPDIR=str(tmp_path / "tmp"))
     deadline = time.monotonic() + TIMEOUT_S
-    while '"train"' not in text(run / "metrics.jsonl") and process.poll() is None and time.monotonic() < deadline:
+    while '"train"' not in read_text(run / "metrics.jsonl") and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    asked = time.monotonic()
+    interrupted_at = time.monotonic()
     _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert time.monotonic() - asked < 15
+    assert time.monotonic() - interrupted_at < 15
     assert process.returncode == 130, errors[-2000:]
     assert errors.splitlines()[-1] == "podscale: interrupted; the same command goes on from the last checkpoint"
     assert "Traceback" not in errors
-    assert not session(process.pid)
+    assert not list_session_processes(process.pid)
     assert not os.listdir(tmp_path / "tmp")
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert set(os.listdir("/dev/shm")) <= shared_before
     assert not [path for path in run.rglob("*") if "tmp" in path.name]
 
 
-def text(path):
+def read_text(path):
     return path.read_text() if path.exists() else ""
 
 
-def test_a_picture_that_breaks_in_the_middle_is_one_sentence(tmp_path):
-    data, run = photos(tmp_path / "data", 64), tmp_path / "run"
+def test_a_truncated_image_is_reported_in_one_sentence(tmp_path):
+    data, run = write_photos(tmp_path / "data", 64), tmp_path / "run"
     (tmp_path / "tmp").mkdir()
     broken = data / "train" / "dogs" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:-500])
@@ -141,13 +145,13 @@ def test_a_picture_that_breaks_in_the_middle_is_one_sentence(tmp_path):
     assert process.returncode == 2
     assert errors.splitlines()[-1].startswith(f"podscale: cannot read {broken}: ")
     assert "Traceback" not in errors
-    assert not session(process.pid)
+    assert not list_session_processes(process.pid)
     assert not os.listdir(tmp_path / "tmp")
 
 
 @pytest.mark.processes(2)
-def test_when_one_process_cannot_go_on_none_is_left_waiting(tmp_path):
-    """A broken picture that only one of two processes reads."""
+def test_when_one_process_fails_no_other_waits_forever(tmp_path):
+    """A broken image that only one of two processes reads."""
     data = tmp_path / "data"
     for split in ("train", "val"):
         for name in ("cats", "dogs"):
@@ -170,8 +174,8 @@ def test_when_one_process_cannot_go_on_none_is_left_waiting(tmp_path):
     assert any("3.jpg" in errors for _, errors in outputs)
 
 
-def test_a_launcher_that_gives_no_peers_is_one_sentence():
-    done = subprocess.run(
+def test_a_launcher_without_a_coordinator_is_reported_in_one_sentence():
+    process = subprocess.run(
         [sys.executable, "-m", "podscale", "train"],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "OMPI_COMM_WORLD_SIZE": "2"},
         capture_output=True,
@@ -179,17 +183,17 @@ def test_a_launcher_that_gives_no_peers_is_one_sentence():
         check=False,
         timeout=TIMEOUT_S,
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("podscale: Open MPI does not tell where its first process is")
-    assert "Traceback" not in done.stderr
+    assert process.returncode == 2
+    assert process.stderr.startswith("podscale: Open MPI does not tell where its first process is")
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("logit", [np.nan, np.inf])
 def test_a_diverged_model_is_right_about_nothing(logit):
-    tally = step._tally(jnp.full((4, 10), logit), jnp.array([0, 1, 2, -1]))
-    assert (int(tally.examples), int(tally.correct), int(tally.correct_top5)) == (3, 0, 0)
+    counts = step._count_correct(jnp.full((4, 10), logit), jnp.array([0, 1, 2, -1]))
+    assert (int(counts.examples), int(counts.correct), int(counts.correct_top5)) == (3, 0, 0)
 
 
 def test_ties_go_to_the_lower_class_in_top_1_and_top_5():
-    tally = step._tally(jnp.zeros((3, 10)), jnp.array([0, 4, 5]))
-    assert (int(tally.correct), int(tally.correct_top5)) == (1, 2)
+    counts = step._count_correct(jnp.zeros((3, 10)), jnp.array([0, 4, 5]))
+    assert (int(counts.correct), int(counts.correct_top5)) == (1, 2)

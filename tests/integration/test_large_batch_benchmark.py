@@ -1,10 +1,10 @@
-"""What `benchmarks/large_batch.py` chooses is what was best on held-out pictures, for each optimizer and batch."""
+"""`benchmarks/large_batch.py` chooses what was best on held-out images, for each optimizer and batch."""
 
 import json
 from pathlib import Path
 
 import pytest
-from support.benchmarks import benchmark
+from support.benchmarks import load_benchmark
 
 from podscale.study import grid
 
@@ -20,27 +20,27 @@ BEST = {
 
 @pytest.fixture(scope="module")
 def large_batch():
-    return benchmark("large_batch")
+    return load_benchmark("large_batch")
 
 
-def test_the_best_of_each_is_trained_on_all_pictures(large_batch, tmp_path):
-    tried = grid.load(PEAKS)
-    results = {case.name: {"mean": 0.7 if case.name in BEST.values() else 0.6} for case in tried.cases}
+def test_the_best_setting_of_each_optimizer_and_batch_is_trained_on_all_images(large_batch, tmp_path):
+    study = grid.load_study(PEAKS)
+    results = {case.name: {"mean": 0.7 if case.name in BEST.values() else 0.6} for case in study.cases}
     results["Muon, 512: peak 0.8, head 0.06, biases 0.8"]["mean"] = None  # it diverged
     file = tmp_path / "batch.toml"
-    file.write_text(large_batch.batches(PEAKS, tried, results))
-    chosen = {(case.values["case"], case.values["batch.size"]): case.recipe for case in grid.load(file).cases}
-    assert len(chosen) == 16
-    recipes = {case.name: case.recipe.override({"data.hold_out": 0.0}) for case in tried.cases}
+    file.write_text(large_batch.make_batch_study(PEAKS, study, results))
+    by_batch = {(case.values["case"], case.values["batch.size"]): case.recipe for case in grid.load_study(file).cases}
+    assert len(by_batch) == 16
+    recipes = {case.name: case.recipe.override({"data.hold_out": 0.0}) for case in study.cases}
     for (optimizer, size), name in BEST.items():
-        assert chosen[large_batch.NAMES[optimizer], size] == recipes[name]
-    assert chosen["Muon", 512] == recipes["Muon, 512: peak 1.6, head 0.06, biases 0.8"]
+        assert by_batch[large_batch.NAMES[optimizer], size] == recipes[name]
+    assert by_batch["Muon", 512] == recipes["Muon, 512: peak 1.6, head 0.06, biases 0.8"]
     scaled = recipes[BEST["lars", 256]].override({"optimizer.form": "scaled"})
-    assert chosen["LARS, scaled momentum", 256] == scaled
+    assert by_batch["LARS, scaled momentum", 256] == scaled
 
 
 @pytest.mark.parametrize(
-    ("words", "changes"),
+    ("message", "changes"),
     [
         (
             "has no setting of SGD for batches of 64",
@@ -52,34 +52,34 @@ def test_the_best_of_each_is_trained_on_all_pictures(large_batch, tmp_path):
         ("all of one recipe", {"set.batch.size = 64\n": 'set.batch.size = 64\nrecipe = "finetune"\n'}),
     ],
 )
-def test_what_nothing_can_be_chosen_from_is_refused(large_batch, tmp_path, words, changes):
+def test_a_study_without_a_valid_choice_is_refused(large_batch, tmp_path, message, changes):
     text = PEAKS.read_text()
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new, 1 if "grid" in new else -1)
     file = tmp_path / "peaks.toml"
     file.write_text(text)
-    with pytest.raises(SystemExit, match=words):
-        large_batch.settings(file)
+    with pytest.raises(SystemExit, match=message):
+        large_batch.load_settings(file)
 
 
-def test_only_what_diverged_may_lack_a_result(large_batch, tmp_path):
-    def why(*runs):
+def test_only_diverged_trainings_may_lack_a_result(large_batch, tmp_path):
+    def explain_unfinished(*runs):
         (tmp_path / "study.json").write_text(
             json.dumps({"cases": [{"case": str(i), "runs": r} for i, r in enumerate(runs)]})
         )
-        return large_batch.unfinished(tmp_path)
+        return large_batch.explain_unfinished_study(tmp_path)
 
-    assert large_batch.unfinished(tmp_path) == "its processes ended before"
+    assert large_batch.explain_unfinished_study(tmp_path) == "its processes ended before"
     done, failed = {"run": "one", "accuracy": 0.5}, {"run": "two", "error": "no pictures"}
-    assert why([done], []) == "its processes ended before"
-    assert why([done], [failed]) == "no pictures"
+    assert explain_unfinished([done], []) == "its processes ended before"
+    assert explain_unfinished([done], [failed]) == "no pictures"
     (tmp_path / "two" / "diverged").mkdir(parents=True)
-    assert not why([done], [failed])
+    assert not explain_unfinished([done], [failed])
 
 
-def test_the_largest_batch_that_loses_so_little(large_batch):
+def test_the_largest_batch_within_a_loss_is_found(large_batch):
     row = {64: {"mean": 0.78}, 256: {"mean": 0.776}, 512: {"mean": 0.778}, 1024: {"mean": None}}
-    assert large_batch.largest(row, 0.78, 0.3) == "512"
-    assert large_batch.largest(row, 0.78, 0.1) == "64"
-    assert large_batch.largest(row, 0.8, 0.3) == "none"
+    assert large_batch.find_largest_batch(row, 0.78, 0.3) == "512"
+    assert large_batch.find_largest_batch(row, 0.78, 0.1) == "64"
+    assert large_batch.find_largest_batch(row, 0.8, 0.3) == "none"

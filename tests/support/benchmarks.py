@@ -1,4 +1,4 @@
-"""Benchmarks as modules, to test what they choose and make."""
+"""Load benchmark scripts as modules, to test their functions."""
 
 import importlib.util
 from pathlib import Path
@@ -7,8 +7,8 @@ from types import ModuleType
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def benchmark(name: str) -> ModuleType:
-    """The script of that name, read but not run."""
+def load_benchmark(name: str) -> ModuleType:
+    """Return the script of that name as a module, without running its `main`."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

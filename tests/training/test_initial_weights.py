@@ -1,4 +1,4 @@
-"""Training that begins from weights: what is taken, what is drawn anew, what stays frozen, and what is refused."""
+"""Training from initial weights: which arrays are loaded, which keep their random initialization, which are frozen."""
 
 import json
 import re
@@ -12,88 +12,93 @@ import safetensors.numpy
 from flax import nnx
 from models.weights.test_torchvision import scrambled
 from rich.console import Console
-from training.test_invariants import assert_same, on_pod, small
+from training.test_invariants import assert_close, make_small_recipe, train_on_pod
 
 from podscale import pod as pods
 from podscale import recipe as recipes
 from podscale.cli.main import main
 from podscale.data import crop
 from podscale.data.index.dataset import open_index
-from podscale.data.order import Order, crop_boxes
+from podscale.data.order import Order, compute_crop_boxes
 from podscale.errors import UserError
 from podscale.export.write import export_model
 from podscale.models import registry
-from podscale.models.functional import functional
+from podscale.models.functional import make_functional
 from podscale.models.weights.names import name_arrays
 from podscale.models.weights.torchvision import from_torchvision, to_torchvision
 from podscale.optim import optimizers, schedules
 from podscale.runs.folder import Run
-from podscale.training import initial_weights, loop, setup, trained
+from podscale.training import initial_weights, loop, trained
 from podscale.training.checkpoint import Checkpoints
 from podscale.training.device_input import augment
+from podscale.training.setup import load_initial_weights, prepare
 
 STEPS = 5
 HEAD = ("layers.4.bias", "layers.4.kernel")
 
 
-def short(precision="float32", **changes):
-    return small(precision, **{"train.epochs": (STEPS - 0.5) * 64 / 1437} | changes)
+def make_short_recipe(precision="float32", **changes):
+    return make_small_recipe(precision, **{"train.epochs": (STEPS - 0.5) * 64 / 1437} | changes)
 
 
-def network(classes=10, **config):
-    return registry.build(recipes.Model(**{"name": "resnet8", "width": 8} | config), classes, 8)
+def build_network(classes=10, **config):
+    return registry.build_model(recipes.Model(**{"name": "resnet8", "width": 8} | config), classes, 8)
 
 
-def trained_weights(path, classes=10, **config):
-    """A file of ours with numbers that nobody would draw."""
-    model = network(classes, **config)
+def write_trained_weights(path, classes=10, **config):
+    """Write a weights file of ours whose values no random initialization has."""
+    model = build_network(classes, **config)
     from_torchvision(model, scrambled(to_torchvision(model)))
-    _, params, stats = functional(model)
+    _, params, stats = make_functional(model)
     arrays = {name: np.asarray(array) for name, array in name_arrays(params, stats).items()}
     safetensors.numpy.save_file(arrays, path)
     return arrays
 
 
-def begin(path, model=None, freeze=()):
-    net, params, stats = functional(model or network(), freeze)
-    found = initial_weights.begin(str(path), net, params, stats)
-    return found, name_arrays(found.params, found.stats)
+def initialize(path, model=None, freeze=()):
+    net, params, stats = make_functional(model or build_network(), freeze)
+    weights = initial_weights.initialize_from(str(path), net, params, stats)
+    return weights, name_arrays(weights.params, weights.stats)
 
 
-# --- what is taken -------------------------------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------------------------------
 
 
-def test_everything_is_taken_where_everything_fits(tmp_path):
-    arrays = trained_weights(tmp_path / "w.safetensors")
-    found, now = begin(tmp_path / "w.safetensors")
-    assert found.drawn == []
-    assert found.taken == len(arrays)
-    assert all(np.array_equal(now[name], arrays[name]) for name in arrays)
+def test_all_arrays_are_loaded_if_all_fit(tmp_path):
+    arrays = write_trained_weights(tmp_path / "w.safetensors")
+    weights, arrays_now = initialize(tmp_path / "w.safetensors")
+    assert weights.reinitialized == []
+    assert weights.loaded_arrays == len(arrays)
+    assert all(np.array_equal(arrays_now[name], arrays[name]) for name in arrays)
 
 
-def test_a_head_of_another_size_is_drawn_anew_and_told(tmp_path):
-    arrays = trained_weights(tmp_path / "w.safetensors", classes=7)
-    found, now = begin(tmp_path / "w.safetensors")
-    _, params, stats = functional(network())
-    fresh = name_arrays(params, stats)
-    for name, array in now.items():
-        np.testing.assert_array_equal(array, fresh[name] if name in HEAD else arrays[name])
-    assert found.drawn == list(HEAD)
-    assert found.told().endswith("45 arrays taken, the head drawn anew (layers.4.bias, layers.4.kernel)")
+def test_a_head_of_another_size_keeps_its_random_initialization_and_is_reported(tmp_path):
+    arrays = write_trained_weights(tmp_path / "w.safetensors", classes=7)
+    weights, arrays_now = initialize(tmp_path / "w.safetensors")
+    _, params, stats = make_functional(build_network())
+    initial = name_arrays(params, stats)
+    for name, array in arrays_now.items():
+        np.testing.assert_array_equal(array, initial[name] if name in HEAD else arrays[name])
+    assert weights.reinitialized == list(HEAD)
+    assert weights.describe().endswith(
+        "45 arrays taken, the head randomly initialized (layers.4.bias, layers.4.kernel)"
+    )
 
 
 @pytest.mark.parametrize("classes", [10, 1000])
-def test_torchvisions_weights_are_taken_too(tmp_path, classes):
-    model = network(classes)
+def test_torchvision_weights_are_loaded(tmp_path, classes):
+    model = build_network(classes)
     tensors = scrambled(to_torchvision(model))
     counters = {"bn1.num_batches_tracked": np.asarray(7)}
     safetensors.numpy.save_file(tensors | counters, tmp_path / "w.safetensors")
-    found, now = begin(tmp_path / "w.safetensors")
-    assert found.drawn == ([] if classes == 10 else list(HEAD))
+    weights, arrays_now = initialize(tmp_path / "w.safetensors")
+    assert weights.reinitialized == ([] if classes == 10 else list(HEAD))
     from_torchvision(model, tensors)
-    _, params, stats = functional(model)
+    _, params, stats = make_functional(model)
     expected = name_arrays(params, stats)
-    assert all(np.array_equal(now[name], expected[name]) for name in now if name not in found.drawn)
+    assert all(
+        np.array_equal(arrays_now[name], expected[name]) for name in arrays_now if name not in weights.reinitialized
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,36 +112,38 @@ def test_torchvisions_weights_are_taken_too(tmp_path, classes):
         ({"layers.9.conv1.kernel": np.zeros(3)}, r"layers\.9\.conv1\.kernel has no place in this model"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_first_mismatch(tmp_path, change, words):
-    arrays = trained_weights(tmp_path / "w.safetensors") | change
+def test_weights_that_do_not_fit_are_refused_with_the_first_mismatch(tmp_path, change, words):
+    arrays = write_trained_weights(tmp_path / "w.safetensors") | change
     safetensors.numpy.save_file({k: v for k, v in arrays.items() if v is not None}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=f"the weights in .*x.safetensors do not fit: {words}"):
-        begin(tmp_path / "x.safetensors")
+        initialize(tmp_path / "x.safetensors")
 
 
-def test_weights_that_are_not_there_are_refused(tmp_path):
+def test_missing_weights_are_refused(tmp_path):
     for name, words in {
         "no.safetensors": "there is no weights file",
         ".": "there is no run in",
         "w.npz": "must be",
     }.items():
         with pytest.raises(UserError, match=words):
-            begin(tmp_path / name)
+            initialize(tmp_path / name)
 
 
-# --- what stays as it is -------------------------------------------------------------------------------------------
+# --- freezing ------------------------------------------------------------------------------------------------------
 
 
-def frozen_names(freeze):
-    net, params, stats = functional(network(), freeze)
-    return {name for name in name_arrays(params, stats) if net.frozen(name)}
+def list_frozen_names(freeze):
+    net, params, stats = make_functional(build_network(), freeze)
+    return {name for name in name_arrays(params, stats) if net.is_frozen(name)}
 
 
 def test_layers_are_frozen_by_name_and_the_body_is_all_but_the_head():
-    every = set(name_arrays(*functional(network())[1:]))
-    assert frozen_names(("body",)) == every - set(HEAD)
-    assert frozen_names(("layers.1", "layers.4.bias")) == {n for n in every if n.startswith("layers.1.")} | {HEAD[0]}
-    assert frozen_names(()) == set()
+    every = set(name_arrays(*make_functional(build_network())[1:]))
+    assert list_frozen_names(("body",)) == every - set(HEAD)
+    assert list_frozen_names(("layers.1", "layers.4.bias")) == {n for n in every if n.startswith("layers.1.")} | {
+        HEAD[0]
+    }
+    assert list_frozen_names(()) == set()
 
 
 class Headless(nnx.Module):
@@ -152,9 +159,9 @@ class Headless(nnx.Module):
         (("body",), Headless(), "needs a model with a `head` or a list of `layers`"),
     ],
 )
-def test_what_cannot_be_frozen_is_refused(freeze, model, words):
+def test_layers_that_cannot_be_frozen_are_refused(freeze, model, words):
     with pytest.raises(UserError, match=words):
-        functional(model or network(), freeze)
+        make_functional(model or build_network(), freeze)
 
 
 @pytest.mark.parametrize(
@@ -165,29 +172,29 @@ def test_what_cannot_be_frozen_is_refused(freeze, model, words):
         pytest.param("adamw", ("layers.0", "layers.2"), marks=pytest.mark.slow),
     ],
 )
-def test_frozen_layers_neither_move_nor_see_statistics(rule, freeze):
+def test_frozen_layers_update_neither_parameters_nor_statistics(rule, freeze):
     changes = {
         "model.freeze": freeze,
         "optimizer.name": rule,
         "optimizer.clip_norm": 1.0,
         "optimizer.weight_decay": 0.1,
     }
-    recipe = short(**changes)
-    _, state = on_pod(recipe, "1x1")
-    net, params, stats = functional(registry.build(recipe.model, 10, 8, recipe.train.seed), freeze)
+    recipe = make_short_recipe(**changes)
+    _, state = train_on_pod(recipe, "1x1")
+    net, params, stats = make_functional(registry.build_model(recipe.model, 10, 8, recipe.train.seed), freeze)
     before, after = name_arrays(params, stats), name_arrays(state.params, state.stats)
     for name, array in after.items():
-        assert np.array_equal(array, before[name]) == net.frozen(name), name
+        assert np.array_equal(array, before[name]) == net.is_frozen(name), name
     held = sum(leaf.size for leaf in jax.tree.leaves(state.optimizer))
     learnt = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
-    assert held <= 2 * learnt + 3  # moments of what is learnt alone, and counters
+    assert held <= 2 * learnt + 3  # moments of trainable parameters alone, and counters
 
 
-def plain_head(recipe):
-    """Training of the head alone on what the evaluated body makes of the pictures: no mesh, and nothing frozen."""
+def train_head_reference(recipe):
+    """Train the head alone on the features of the body in evaluation mode: no mesh, and nothing frozen."""
     data, size = open_index(recipe.data), recipe.data.image_size
     order = Order(len(data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    net, params, stats = functional(registry.build(recipe.model, 10, size, recipe.train.seed))
+    net, params, stats = make_functional(registry.build_model(recipe.model, 10, size, recipe.train.seed))
     optimizer = optimizers.make_optimizer(
         recipe, schedules.make_schedule(recipe, STEPS, len(data.train) / recipe.batch.size)
     )
@@ -196,7 +203,7 @@ def plain_head(recipe):
 
     @jax.jit
     def gradient(head, images, labels, at):
-        inputs, targets = augment.prepare(recipe, images, labels, at, positions, 10)
+        inputs, targets = augment.prepare_batch(recipe, images, labels, at, positions, 10)
 
         def loss(head):
             whole = {"layers": params["layers"] | {4: head}}
@@ -205,8 +212,10 @@ def plain_head(recipe):
         return jax.value_and_grad(loss)(head)
 
     for at in range(STEPS):
-        samples, passes = order.at(at, positions)
-        boxes, flips = crop_boxes(recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size)
+        samples, passes = order.get_samples(at, positions)
+        boxes, flips = compute_crop_boxes(
+            recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size
+        )
         images = np.empty((len(samples), size, size, 3), np.uint8)
         crop.crop_batch(data.train, samples, boxes, flips, size, images)
         loss, grads = gradient(head, images, data.train.labels[samples], jnp.int32(at))
@@ -218,22 +227,25 @@ def plain_head(recipe):
 
 def test_every_pod_learns_the_same_head_on_a_frozen_body_in_float64():
     with jax.enable_x64(True):
-        recipe = short("float64", **{"model.freeze": ["body"]})
-        expected, head = plain_head(recipe)
+        recipe = make_short_recipe("float64", **{"model.freeze": ["body"]})
+        expected, head = train_head_reference(recipe)
         for shape, micro_batches, summation in (("1x1", 1, "xla"), ("2x2", 2, "torus")):
-            losses, state = on_pod(recipe, shape, micro_batches, summation=summation)
+            losses, state = train_on_pod(recipe, shape, micro_batches, summation=summation)
             np.testing.assert_allclose(losses, expected, rtol=1e-9)
-            assert_same(state.params["layers"][4], head, 1e-8)
+            assert_close(state.params["layers"][4], head, 1e-8)
 
 
 @pytest.mark.slow
 def test_every_pod_learns_the_same_around_frozen_layers_in_float64():
     with jax.enable_x64(True):
-        recipe = short("float64", **{"model.freeze": ["layers.0", "layers.2"]})
-        (one, first), (four, second) = on_pod(recipe, "1x1"), on_pod(recipe, "2x2", 1, summation="torus4")
+        recipe = make_short_recipe("float64", **{"model.freeze": ["layers.0", "layers.2"]})
+        (one, first), (four, train_from) = (
+            train_on_pod(recipe, "1x1"),
+            train_on_pod(recipe, "2x2", 1, summation="torus4"),
+        )
     np.testing.assert_allclose(one, four, rtol=1e-9)
-    assert_same(second.params, first.params, 1e-8)
-    assert_same(second.stats, first.stats, 1e-8)
+    assert_close(train_from.params, first.params, 1e-8)
+    assert_close(train_from.stats, first.stats, 1e-8)
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------
@@ -241,24 +253,24 @@ def test_every_pod_learns_the_same_around_frozen_layers_in_float64():
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A run to begin from."""
+    """A run to start from."""
     folder = tmp_path_factory.mktemp("first") / "run"
-    recipe = recipes.load("digits").override({"model.width": 8, "train.epochs": 0.2})
-    loop.train(recipe, pod=pods.of(jax.devices(), "1x1"), folder=folder, console=Console(quiet=True))
+    recipe = recipes.load_recipe("digits").override({"model.width": 8, "train.epochs": 0.2})
+    loop.train(recipe, pod=pods.make_pod(jax.devices(), "1x1"), folder=folder, console=Console(quiet=True))
     return Run.load(folder)
 
 
-def second(folder, init, console=None, **changes):
+def train_from(folder, init, console=None, **changes):
     settings = {"model.width": 8, "train.epochs": 0.2, "train.seed": 1, "model.init": str(init), "model.freeze": "body"}
-    recipe = recipes.load("digits").override(settings | changes)
-    pod = pods.of(jax.devices(), "1x1")
+    recipe = recipes.load_recipe("digits").override(settings | changes)
+    pod = pods.make_pod(jax.devices(), "1x1")
     return loop.train(recipe, pod=pod, folder=folder, console=console or Console(quiet=True))
 
 
-def test_a_run_begins_from_a_run_and_resumes_without_it(first, tmp_path, capsys):
+def test_a_run_starts_from_another_run_and_resumes_without_it(first, tmp_path, capsys):
     source, folder = tmp_path / "w.safetensors", tmp_path / "run"
     export_model(first, source)
-    second(folder, source, Console(soft_wrap=True))
+    train_from(folder, source, Console(soft_wrap=True))
     assert f"begun from {source}: all 47 arrays taken" in capsys.readouterr().out
     note = json.loads((folder / "init.json").read_text())
     assert (note["source"], note["drawn"]) == (str(source), [])
@@ -274,45 +286,44 @@ def test_a_run_begins_from_a_run_and_resumes_without_it(first, tmp_path, capsys)
     content = source.read_bytes()
     source.write_bytes(content[:-4] + b"\0\0\0\1")
     with pytest.raises(UserError, match=f"began otherwise .*had digest {note['digest']}, now "):
-        second(folder, source)
+        train_from(folder, source)
     source.unlink()
-    assert second(folder, source)["steps"] == 3  # it is not needed any more
+    assert train_from(folder, source)["steps"] == 3  # it is not needed any more
     for changes, words in (
         ({"model.freeze": "layers.0"}, "model.freeze ['body'], now ['layers.0']"),
         ({"model.freeze": []}, "model.freeze ['body'], now none"),
         ({"model.init": ""}, f"model.init {source}, now none"),
     ):
         with pytest.raises(UserError, match=re.escape(f"another recipe ({words})")):
-            second(folder, source, **changes)
+            train_from(folder, source, **changes)
 
 
-def test_killed_before_its_first_checkpoint_it_begins_from_the_same_weights_or_not_at_all(first, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights_or_is_refused(first, tmp_path):
     source = tmp_path / "w.safetensors"
-    arrays = trained_weights(source)
-    recipe = recipes.load("digits").override({"model.width": 8, "model.init": str(source)})
-    job = setup.prepare(recipe, pods.of(jax.devices(), "1x1"))
-    job, beginning = setup.begun(job)
-    np.testing.assert_array_equal(job.state.params["layers"][0]["conv"]["kernel"], arrays["layers.0.conv.kernel"])
-    with Checkpoints(tmp_path / "none") as nothing:  # as if there had been some, but none of them whole
-        again, step = loop._resumed(
-            setup.prepare(recipe, pods.of(jax.devices(), "1x1")), None, nothing, Console(quiet=True)
-        )
+    arrays = write_trained_weights(source)
+    recipe = recipes.load_recipe("digits").override({"model.width": 8, "model.init": str(source)})
+    setup = prepare(recipe, pods.make_pod(jax.devices(), "1x1"))
+    setup, weights = load_initial_weights(setup)
+    np.testing.assert_array_equal(setup.state.params["layers"][0]["conv"]["kernel"], arrays["layers.0.conv.kernel"])
+    with Checkpoints(tmp_path / "none") as empty:  # as if there had been checkpoints, but none of them whole
+        fresh = prepare(recipe, pods.make_pod(jax.devices(), "1x1"))
+        again, step = loop._resume(fresh, empty, Console(quiet=True), initialized=False)
     assert step == 0
     np.testing.assert_array_equal(again.state.params["layers"][4]["kernel"], arrays["layers.4.kernel"])
     folder = tmp_path / "run"
-    Run.create(folder, recipe, job.plan.to_dict(), job.data.classes)
-    (folder / "init.json").write_text(json.dumps(beginning.to_dict() | {"digest": "0" * 16}))
+    Run.create(folder, recipe, setup.plan.to_dict(), setup.data.classes)
+    (folder / "init.json").write_text(json.dumps(weights.to_dict() | {"digest": "0" * 16}))
     with pytest.raises(UserError, match="had digest 0000000000000000, now"):
-        loop.train(recipe, pod=pods.of(jax.devices(), "1x1"), folder=folder, console=Console(quiet=True))
+        loop.train(recipe, pod=pods.make_pod(jax.devices(), "1x1"), folder=folder, console=Console(quiet=True))
 
 
-def test_the_command_begins_from_a_runs_folder(first, tmp_path, monkeypatch, capfd):
+def test_the_train_command_starts_from_a_runs_folder(first, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     command = ["train", "digits", "--model.width", "8", "--run", "run", "--init"]
-    assert main.main([*command, "nowhere.pth"]) == 2
-    assert main.main([*command, str(first.folder), "--freeze", "layers.9"]) == 2
+    assert main([*command, "nowhere.pth"]) == 2
+    assert main([*command, str(first.folder), "--freeze", "layers.9"]) == 2
     assert "did you mean layers" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
-    assert main.main([*command, str(first.folder), "--freeze", "layers.0,layers.1", "--train.epochs", "0.1"]) == 0
+    assert main([*command, str(first.folder), "--freeze", "layers.0,layers.1", "--train.epochs", "0.1"]) == 0
     assert Run.load("run").recipe.model.freeze == ("layers.0", "layers.1")
     assert json.loads((tmp_path / "run" / "init.json").read_text())["taken"] == 47

@@ -1,7 +1,7 @@
 """The same recipe gives the same training on every pod: 1 to 8 devices, with and without micro-batches.
 
-The curve of every pod is compared with a plain one-device loop that shares only the model, the data order and the
-optimizer with the product: no mesh, no collectives, no micro-batches, no scanned calls, one pass of autodiff.
+The loss curve of every pod is compared with a one-device reference loop that shares only the model, the data order and
+the optimizer with the product: no mesh, no collectives, no micro-batches, no scanned calls, one pass of autodiff.
 """
 
 import jax
@@ -15,15 +15,16 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.data import crop, loader
 from podscale.data.index.dataset import open_index
-from podscale.data.order import Order, crop_boxes
+from podscale.data.order import Order, compute_crop_boxes
 from podscale.models import registry
-from podscale.models.functional import functional
+from podscale.models.functional import make_functional
 from podscale.optim import optimizers, schedules
 from podscale.parallel import batch_norm
 from podscale.parallel.batch_norm import Groups
-from podscale.pod import batch_sharding
-from podscale.training import evaluate, setup, step
+from podscale.pod import make_batch_sharding
+from podscale.training import evaluate, step
 from podscale.training.device_input import augment
+from podscale.training.setup import prepare
 
 STEPS = 20
 PODS = [  # shape, micro-batches, steps per call, summation
@@ -40,8 +41,8 @@ PODS = [  # shape, micro-batches, steps per call, summation
 ]
 
 
-def small(precision="float32", **changes):
-    """A tiny network with everything random switched on, so that each key is exercised."""
+def make_small_recipe(precision="float32", **changes):
+    """Return a recipe of a tiny network with all random augmentation switched on, so that each key is exercised."""
     settings = {
         "model.width": 8,
         "model.precision": precision,
@@ -56,64 +57,68 @@ def small(precision="float32", **changes):
         "schedule.peak": 0.5,
         "optimizer.trust": 0.3,
     }
-    return recipes.override(recipes.load("digits"), settings | changes)
+    return recipes.override_recipe(recipes.load_recipe("digits"), settings | changes)
 
 
-def on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", payload="float32"):
-    """Losses of all steps, and the state at the end, on a pod."""
+def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", payload="float32"):
+    """Train on a pod; return the losses of all steps and the last state."""
     options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, payload=payload)
-    job = setup.prepare(recipe, pod.of(jax.devices(), shape), options)
-    call = step.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh)
-    state, losses = job.state, []
-    with loader.train_batches(job.data.train, job.plan, job.plan.calls(), batch_sharding(job.mesh, axis=2)) as batches:
+    setup = prepare(recipe, pod.make_pod(jax.devices(), shape), options)
+    call = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh)
+    state, losses = setup.state, []
+    with loader.load_train_batches(
+        setup.data.train, setup.plan, setup.plan.calls(), make_batch_sharding(setup.mesh, axis=2)
+    ) as batches:
         for batch in batches:
             state, metrics = call(state, batch.images, batch.labels, np.int32(batch.count))
             losses += list(np.asarray(metrics.loss)[: batch.count])
     return np.array(losses), jax.device_get(state)
 
 
-def plainly(recipe):
-    """The same by the plain loop."""
+def train_reference(recipe):
+    """Do the same with the reference loop; return losses, parameters, statistics and averaged parameters."""
     data, size = open_index(recipe.data), recipe.data.image_size
     order = Order(len(data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
-    net, params, stats = functional(registry.build(recipe.model, 10, size, recipe.train.seed))
+    net, params, stats = make_functional(registry.build_model(recipe.model, 10, size, recipe.train.seed))
     schedule = schedules.make_schedule(recipe, STEPS, len(data.train) / recipe.batch.size)
     optimizer = optimizers.make_optimizer(recipe, schedule)
     opt_state, average, losses = optimizer.init(params), params, []
     positions = np.arange(recipe.batch.size)
 
-    def loss_of(params, stats, images, labels, at):
-        inputs, targets = augment.prepare(recipe, images, labels, at, positions, 10)
+    def compute_loss(params, stats, images, labels, at):
+        inputs, targets = augment.prepare_batch(recipe, images, labels, at, positions, 10)
         logits, moments = net.train(params, stats, inputs, Groups(recipe.batch.span))
         return -(targets * jax.nn.log_softmax(logits)).sum(-1).mean(), moments
 
-    gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    gradient = jax.jit(jax.value_and_grad(compute_loss, has_aux=True))
     for at in range(STEPS):
-        samples, passes = order.at(at, positions)
-        boxes, flips = crop_boxes(recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size)
+        samples, passes = order.get_samples(at, positions)
+        boxes, flips = compute_crop_boxes(
+            recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size
+        )
         images = np.empty((len(samples), size, size, 3), np.uint8)
         crop.crop_batch(data.train, samples, boxes, flips, size, images)
         (loss, moments), grads = gradient(params, stats, images, data.train.labels[samples], jnp.int32(at))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        stats = batch_norm.running_update(stats, moments, recipe.train.stats_momentum)
+        stats = batch_norm.update_running_statistics(stats, moments, recipe.train.stats_momentum)
         average = jax.tree.map(lambda a, p: 0.9 * a + (1 - 0.9) * p, average, params)
         losses.append(float(loss))
     return np.array(losses), params, stats, average
 
 
 @pytest.fixture(scope="module")
-def plain_float32():
-    return plainly(small())
+def reference_float32():
+    return train_reference(make_small_recipe())
 
 
 @pytest.fixture(scope="module")
-def plain_float64():
+def reference_float64():
     with jax.enable_x64(True):
-        return plainly(small("float64"))
+        return train_reference(make_small_recipe("float64"))
 
 
-def assert_same(tree, reference, tolerance):
+def assert_close(tree, reference, tolerance):
     for path, ours in jax.tree.leaves_with_path(tree):
         theirs = np.asarray(dict(jax.tree.leaves_with_path(reference))[path])
         scale = max(np.abs(theirs).max(), 1e-3)
@@ -127,40 +132,50 @@ QUICK_IN_FLOAT32 = [("1x1", 1, 1, "xla"), ("2x2", 1, 1, "torus"), ("1x2", 1, 1, 
     ("shape", "micro_batches", "steps_per_call", "summation"),
     [pytest.param(*pod, marks=[] if pod in QUICK_IN_FLOAT32 else [pytest.mark.slow]) for pod in PODS],
 )
-def test_every_pod_follows_the_same_curve_in_float32(plain_float32, shape, micro_batches, steps_per_call, summation):
-    losses, _ = on_pod(small(), shape, micro_batches, steps_per_call, summation)
-    np.testing.assert_allclose(losses, plain_float32[0], rtol=1e-4)
+def test_every_pod_has_the_same_loss_curve_in_float32(
+    reference_float32, shape, micro_batches, steps_per_call, summation
+):
+    losses, _ = train_on_pod(make_small_recipe(), shape, micro_batches, steps_per_call, summation)
+    np.testing.assert_allclose(losses, reference_float32[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("shape", "micro_batches", "steps_per_call", "summation"), PODS)
-def test_every_pod_is_the_same_to_the_last_digits_in_float64(
-    plain_float64, shape, micro_batches, steps_per_call, summation
+def test_every_pod_agrees_to_the_last_digits_in_float64(
+    reference_float64, shape, micro_batches, steps_per_call, summation
 ):
     with jax.enable_x64(True):
-        losses, state = on_pod(small("float64"), shape, micro_batches, steps_per_call, summation)
-        np.testing.assert_allclose(losses, plain_float64[0], rtol=1e-9)
-        for ours, theirs in zip((state.params, state.stats, state.average["params"]), plain_float64[1:], strict=True):
-            assert_same(ours, theirs, 1e-9)
+        losses, state = train_on_pod(make_small_recipe("float64"), shape, micro_batches, steps_per_call, summation)
+        np.testing.assert_allclose(losses, reference_float64[0], rtol=1e-9)
+        for ours, theirs in zip(
+            (state.params, state.stats, state.average["params"]), reference_float64[1:], strict=True
+        ):
+            assert_close(ours, theirs, 1e-9)
 
 
-def test_twenty_steps_move_the_weights_far_enough_for_agreement_to_mean_something(plain_float32):
-    _, start, _ = functional(registry.build(small().model, 10, 8, small().train.seed))
-    for path, moved in jax.tree.leaves_with_path(plain_float32[1]):
+def test_twenty_steps_change_the_weights_enough_to_make_agreement_meaningful(reference_float32):
+    _, start, _ = make_functional(
+        registry.build_model(make_small_recipe().model, 10, 8, make_small_recipe().train.seed)
+    )
+    for path, moved in jax.tree.leaves_with_path(reference_float32[1]):
         first = dict(jax.tree.leaves_with_path(start))[path]
         if first.ndim > 1:
             assert jnp.linalg.norm((moved - first).ravel()) > 0.1 * jnp.linalg.norm(first.ravel())
 
 
-def test_a_bfloat16_payload_stays_close_and_is_not_the_same(plain_float32):
-    losses, _ = on_pod(small(), "2x2", summation="torus", payload="bfloat16")
-    np.testing.assert_allclose(losses, plain_float32[0], rtol=2e-2)
-    assert np.abs(losses / plain_float32[0] - 1).max() > 1e-6
+def test_a_bfloat16_payload_is_close_but_not_identical(reference_float32):
+    losses, _ = train_on_pod(make_small_recipe(), "2x2", summation="torus", payload="bfloat16")
+    np.testing.assert_allclose(losses, reference_float32[0], rtol=2e-2)
+    assert np.abs(losses / reference_float32[0] - 1).max() > 1e-6
 
 
 def test_replicas_hold_the_same_bits_after_training():
-    job = setup.prepare(small(), pod.of(jax.devices(), "2x2"), Options(summation="torus", payload="bfloat16"))
-    call, state = step.train_call(job.net, job.plan, job.optimizer, job.schedule, job.mesh), job.state
-    with loader.train_batches(job.data.train, job.plan, job.plan.calls(), batch_sharding(job.mesh, axis=2)) as batches:
+    setup = prepare(
+        make_small_recipe(), pod.make_pod(jax.devices(), "2x2"), Options(summation="torus", payload="bfloat16")
+    )
+    call, state = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh), setup.state
+    with loader.load_train_batches(
+        setup.data.train, setup.plan, setup.plan.calls(), make_batch_sharding(setup.mesh, axis=2)
+    ) as batches:
         for batch in batches:
             state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))
     for leaf in jax.tree.leaves(state):
@@ -173,17 +188,17 @@ def test_replicas_hold_the_same_bits_after_training():
 def test_every_evaluation_example_counts_once_on_every_pod(shape):
     """360 examples over device counts that do and do not divide them; all counts are whole numbers."""
     size = 72 if shape == "3x3" else 64
-    recipe = small(**{"batch.size": size, "batch.span": 8 if size == 72 else 16})
-    job = setup.prepare(recipe, pod.of(jax.devices(), shape), Options(eval_images=7))
-    found = evaluate.Evaluator(job)(job.state)
-    pixels = loader.eval_pictures(job.data.val, range(len(job.data.val)), recipe)
-    logits = job.net.evaluate(
-        *jax.device_get((job.state.params, job.state.stats)), augment.normalize(recipe, jnp.asarray(pixels))
+    recipe = make_small_recipe(**{"batch.size": size, "batch.span": 8 if size == 72 else 16})
+    setup = prepare(recipe, pod.make_pod(jax.devices(), shape), Options(eval_images=7))
+    result = evaluate.Evaluator(setup)(setup.state)
+    pixels = loader.load_eval_images(setup.data.val, range(len(setup.data.val)), recipe)
+    logits = setup.net.evaluate(
+        *jax.device_get((setup.state.params, setup.state.stats)), augment.normalize(recipe, jnp.asarray(pixels))
     )
-    expected = int((np.asarray(logits).argmax(-1) == job.data.val.labels).sum())
-    ranks = (np.asarray(logits) > np.take_along_axis(np.asarray(logits), job.data.val.labels[:, None], 1)).sum(-1)
-    assert found["examples"] == 360
-    assert round(found["accuracy"] * 360) == expected
-    assert round(found["accuracy_top5"] * 360) == int((ranks < 5).sum())
-    losses = -np.asarray(jax.nn.log_softmax(logits))[np.arange(360), job.data.val.labels]
-    assert found["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    expected = int((np.asarray(logits).argmax(-1) == setup.data.val.labels).sum())
+    ranks = (np.asarray(logits) > np.take_along_axis(np.asarray(logits), setup.data.val.labels[:, None], 1)).sum(-1)
+    assert result["examples"] == 360
+    assert round(result["accuracy"] * 360) == expected
+    assert round(result["accuracy_top5"] * 360) == int((ranks < 5).sum())
+    losses = -np.asarray(jax.nn.log_softmax(logits))[np.arange(360), setup.data.val.labels]
+    assert result["loss"] == pytest.approx(losses.mean(), rel=1e-5)

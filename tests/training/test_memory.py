@@ -1,4 +1,4 @@
-"""The estimate of a device's memory, and what is said where it is full."""
+"""The estimate of a device's memory, and the message when it is full."""
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.models import registry
-from podscale.models.functional import functional
+from podscale.models.functional import make_functional
 from podscale.optim import optimizers
-from podscale.pod import named
+from podscale.pod import named_pod
 from podscale.training import memory, setup
 from podscale.training.out_of_memory import explain_out_of_memory
 
 
 class Net(nnx.Module):
-    """One convolution, plain or inside a function that JAX calls."""
+    """One convolution, called directly or inside a transformed function."""
 
     def __init__(self, wrap):
         self.conv, self.wrap = nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0)), wrap
@@ -31,48 +31,48 @@ class Net(nnx.Module):
 
 
 @pytest.mark.parametrize("wrap", ["jit", "remat"])
-def test_work_inside_called_functions_counts(wrap):
-    recipe = recipes.load("digits")
-    found = [
-        memory.estimate_memory(recipe, *functional(Net(kind)), optax.sgd(0.1)).activations_per_image
+def test_operations_inside_called_functions_count(wrap):
+    recipe = recipes.load_recipe("digits")
+    estimates = [
+        memory.estimate_memory(recipe, *make_functional(Net(kind)), optax.sgd(0.1)).activations_per_image
         for kind in ("plain", wrap)
     ]
-    assert found[0] == found[1] > 2 * 8 * 8 * 8 * 4
+    assert estimates[0] == estimates[1] > 2 * 8 * 8 * 8 * 4
 
 
 def test_parameters_and_optimizer_are_exact():
-    recipe = recipes.load("digits").override({"optimizer.average": 0.9})
-    net, params, stats = functional(registry.build(recipe.model, 10, 8))
-    found = memory.estimate_memory(recipe, net, params, stats, optimizers.make_optimizer(recipe, 0.1))
-    count = sum(p.size for p in _leaves(params))
-    running = sum(s.size for s in _leaves(stats))
-    assert found.parameters == 4 * (3 * count + 2 * running)  # weights, their average and the gradient
-    assert found.optimizer == pytest.approx(4 * count, abs=16)  # momentum, and a counter or two
+    recipe = recipes.load_recipe("digits").override({"optimizer.average": 0.9})
+    net, params, stats = make_functional(registry.build_model(recipe.model, 10, 8))
+    estimates = memory.estimate_memory(recipe, net, params, stats, optimizers.make_optimizer(recipe, 0.1))
+    count = sum(p.size for p in list_leaves(params))
+    running = sum(s.size for s in list_leaves(stats))
+    assert estimates.parameters == 4 * (3 * count + 2 * running)  # weights, their average and the gradient
+    assert estimates.optimizer == pytest.approx(4 * count, abs=16)  # momentum, and a counter or two
 
 
-def _leaves(tree):
-    return [leaf for child in tree.values() for leaf in _leaves(child)] if isinstance(tree, dict) else [tree]
+def list_leaves(tree):
+    return [leaf for child in tree.values() for leaf in list_leaves(child)] if isinstance(tree, dict) else [tree]
 
 
-def test_resnet_50_fits_the_papers_chip_and_needs_slices_on_a_smaller_one():
-    recipe = recipes.load("resnet50-imagenet-32k")
-    assert setup.plan_recipe(recipe, named("v3:32x32"), Options()).micro_batches == 1
-    assert setup.plan_recipe(recipe, named("v3:2x2"), Options()).micro_batches > 1
+def test_resnet_50_fits_the_papers_pod_and_needs_micro_batches_on_a_smaller_one():
+    recipe = recipes.load_recipe("resnet50-imagenet-32k")
+    assert setup.plan_recipe(recipe, named_pod("v3:32x32"), Options()).micro_batches == 1
+    assert setup.plan_recipe(recipe, named_pod("v3:2x2"), Options()).micro_batches > 1
 
 
 def test_a_plan_refuses_the_lanes_that_training_refuses():
-    recipe = recipes.load("digits").override({"data.lanes": 128})
-    with pytest.raises(UserError, match="fewer than 500 of 1437 pictures a lane"):
-        setup.plan_recipe(recipe, named("cpu:1x1"), Options())
+    recipe = recipes.load_recipe("digits").override({"data.lanes": 128})
+    with pytest.raises(UserError, match="fewer than 500 of 1437 images a lane"):
+        setup.plan_recipe(recipe, named_pod("cpu:1x1"), Options())
 
 
 def test_bfloat16_halves_the_activations():
     wide, narrow = (
         setup.plan_recipe(
-            recipes.load("cifar10").override(
+            recipes.load_recipe("cifar10").override(
                 {"model.precision": p, "data.train_samples": 50000, "data.val_samples": 10000}
             ),
-            named("cpu:1x1"),
+            named_pod("cpu:1x1"),
             Options(),
         ).memory.activations_per_image
         for p in ("float32", "bfloat16")
@@ -80,17 +80,17 @@ def test_bfloat16_halves_the_activations():
     assert jnp.allclose(wide / narrow, 2.0, rtol=0.05)
 
 
-def test_a_full_device_is_told_in_a_sentence(tmp_path):
-    def take_all(event):
+def test_a_full_device_memory_is_reported_in_one_sentence(tmp_path):
+    def allocate_too_much(event):
         if event.kind == "train":
             jax.block_until_ready(jnp.zeros(10**13))
 
-    recipe = recipes.load("digits").override({"train.epochs": 1, "model.width": 4})
+    recipe = recipes.load_recipe("digits").override({"train.epochs": 1, "model.width": 4})
     pod, console = podscale.find_pod(virtual="1x1"), Console(quiet=True)
     with pytest.raises(
         UserError, match=r"a device's memory is full \(40000000000000 bytes more .* --plan.micro_batches"
     ):
-        podscale.train(recipe, pod=pod, folder=tmp_path / "run", console=console, callbacks=[take_all])
+        podscale.train(recipe, pod=pod, folder=tmp_path / "run", console=console, callbacks=[allocate_too_much])
 
 
 TPU = "Ran out of memory in memory space"
@@ -101,15 +101,15 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("words", FULL)
-def test_what_gpus_and_tpus_say_of_their_memory_is_understood(words):
+@pytest.mark.parametrize("message", FULL)
+def test_out_of_memory_errors_of_gpus_and_tpus_are_recognized(message):
     with pytest.raises(UserError) as error, explain_out_of_memory():
-        raise RuntimeError(f"RESOURCE_EXHAUSTED: {words}")
-    assert FULL[words] in str(error.value)
+        raise RuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+    assert FULL[message] in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         "enough",
         "INTERNAL: Out of memory",
@@ -118,7 +118,7 @@ def test_what_gpus_and_tpus_say_of_their_memory_is_understood(words):
         "RESOURCE_EXHAUSTED: Error writing checkpoint: No space left on device",
     ],
 )
-def test_what_else_runs_out_keeps_its_own_words(words):
+def test_other_exhausted_resources_keep_their_own_message(message):
     with pytest.raises(RuntimeError) as error, explain_out_of_memory():
-        raise RuntimeError(words)
-    assert str(error.value) == words
+        raise RuntimeError(message)
+    assert str(error.value) == message

@@ -6,7 +6,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from rich.console import Console
-from training.test_loop import Mine, assert_identical, losses
+from training.test_loop import OwnModel, assert_identical, read_losses
 
 from podscale import pod as pods
 from podscale import recipe as recipes
@@ -24,7 +24,7 @@ from podscale.training.setup import fit_model, has_fit, initialize, plan_recipe,
 QUIET = Console(quiet=True)
 
 
-class Fitted(Mine):
+class Fitted(OwnModel):
     """A model whose `fit` stores the images' mean in its head, and counts its calls."""
 
     calls = 0
@@ -75,7 +75,7 @@ def test_a_resumed_run_does_not_fit_again_and_is_bit_identical(recipe, pod, tmp_
     assert Run.load(tmp_path / "stopped").summary()["steps"] == 6
     train(recipe, pod, tmp_path / "stopped")
     assert Fitted.calls == 2
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "stopped") == read_losses(tmp_path / "whole")
     assert_identical(*(read_state(tmp_path / name, recipe, pod) for name in ("stopped", "whole")))
 
 
@@ -87,12 +87,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_fits_again(recipe, pod, tmp_pat
         (checkpoint / "_CHECKPOINT_METADATA").write_text("{")
     train(recipe, pod, tmp_path / "damaged")
     assert Fitted.calls == 3
-    assert losses(tmp_path / "damaged") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "damaged") == read_losses(tmp_path / "whole")
 
 
 def write_weights(path, classes=10):
     """Write weights that fit the model, but for its head if the number of classes differs."""
-    _, params, stats = make_functional(Mine(classes, nnx.Rngs(7)))
+    _, params, stats = make_functional(OwnModel(classes, nnx.Rngs(7)))
     safetensors.numpy.save_file({k: np.asarray(v) for k, v in name_arrays(params, stats).items()}, path)
     return str(path)
 
@@ -116,7 +116,7 @@ def test_a_head_that_keeps_its_random_initialization_is_fitted(recipe, pod, tmp_
 
 
 def test_no_array_is_read_to_see_whether_a_model_has_a_fit(recipe, pod):
-    for kind, expected in ((Mine, False), (Fitted, True)):
+    for kind, expected in ((OwnModel, False), (Fitted, True)):
         setup = prepare(recipe, pod, model=make_model(kind))
         for leaf in jax.tree.leaves(setup.state):
             leaf.delete()  # reading one now raises

@@ -24,34 +24,34 @@ EVENTS = [
 ]
 
 
-def needs(module):
+def skip_without(module):
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
 
 
 @pytest.fixture
 def run(tmp_path):
-    return Run.create(tmp_path / "run", recipes.load("digits"), {}, ("0", "1"))
+    return Run.create(tmp_path / "run", recipes.load_recipe("digits"), {}, ("0", "1"))
 
 
-def told(run, *names):
-    opened = trackers.opened(run, names)
-    for tracker in opened:
+def write_events(run, *names):
+    opened_trackers = trackers.open_trackers(run, names)
+    for tracker in opened_trackers:
         for event in EVENTS:
             tracker.write(event)
         tracker.close()
 
 
-def test_tensorboard_is_always_told(run):
+def test_tensorboard_is_always_written(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told(run)
+    write_events(run)
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.5)]
     assert set(events.Tags()["scalars"]) == {"start/devices", "train/loss", "eval/accuracy", "eval/examples"}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_tensorboard_goes_on_after_a_full_disk(run, monkeypatch):
+def test_tensorboard_continues_after_a_full_disk(run, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker, _, second, third = trackers.TensorBoard(run), *EVENTS[:3]
@@ -65,57 +65,57 @@ def test_tensorboard_goes_on_after_a_full_disk(run, monkeypatch):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(2, 1.5)]
 
 
-@needs("wandb")
+@skip_without("wandb")
 @pytest.mark.filterwarnings("ignore")
-def test_weights_and_biases_is_told_offline(run, monkeypatch):
+def test_weights_and_biases_logs_offline(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    told(run, "wandb")
+    write_events(run, "wandb")
     (log,) = run.folder.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train/loss" in log.read_bytes()
 
 
-@needs("mlflow")
+@skip_without("mlflow")
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_is_told_in_a_file(run, monkeypatch, tmp_path):
+def test_mlflow_logs_to_files(run, monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
 
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    told(run, "mlflow")
-    told(run, "mlflow")  # a run that is resumed goes on as the same one
-    (found,) = mlflow.search_runs(experiment_names=["podscale"], output_format="list")
-    assert found.data.metrics["train/loss"] == 1.5
-    assert found.data.params["batch.size"] == "128"
+    write_events(run, "mlflow")
+    write_events(run, "mlflow")  # a resumed run continues as the same run
+    (logged,) = mlflow.search_runs(experiment_names=["podscale"], output_format="list")
+    assert logged.data.metrics["train/loss"] == 1.5
+    assert logged.data.params["batch.size"] == "128"
 
 
-def test_a_tracker_that_is_not_installed_is_named(run, monkeypatch):
-    monkeypatch.setitem(trackers.TRACKERS, "absent", lambda _: trackers._imported("no_such_module", "no-such"))
+def test_a_tracker_that_is_not_installed_is_named_in_the_error(run, monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "absent", lambda _: trackers._import_tracker("no_such_module", "no-such"))
     with pytest.raises(UserError, match="no-such is not installed; pip install no-such"):
-        trackers.opened(run, ["absent"])
+        trackers.open_trackers(run, ["absent"])
 
 
-def test_a_tracker_that_cannot_start_is_one_sentence(run, monkeypatch):
+def test_a_tracker_that_cannot_start_is_reported_in_one_sentence(run, monkeypatch):
     def broken(_):
         raise RuntimeError("no\nkey")
 
     monkeypatch.setitem(trackers.TRACKERS, "broken", broken)
     with pytest.raises(UserError, match="a tracker could not be started: no key"):
-        trackers.opened(run, ["broken"])
+        trackers.open_trackers(run, ["broken"])
 
 
-def test_an_unknown_tracker_is_refused_before_anything_is_done(tmp_path):
+def test_an_unknown_tracker_is_refused_before_the_run_starts(tmp_path):
     with pytest.raises(UserError, match="did you mean wandb"):
-        podscale.train(recipes.load("digits"), folder=tmp_path / "run", track=["wandbb"])
+        podscale.train(recipes.load_recipe("digits"), folder=tmp_path / "run", track=["wandbb"])
     assert not (tmp_path / "run").exists()
 
 
 # --- callbacks -------------------------------------------------------------------------------------------------------
 
 
-class Notes:
-    """A tracker and a callback that remember."""
+class Recorder:
+    """A tracker and a callback that record events."""
 
     def __init__(self, stop_after=None):
         self.events, self.closed, self.stop_after = [], 0, stop_after
@@ -132,40 +132,40 @@ class Notes:
 
 
 @pytest.fixture
-def trained(tmp_path):
-    """Trains in one folder, with what it is given."""
-    recipe = recipes.load("digits").override({"train.epochs": 4, "train.eval_epochs": 1, "model.width": 4})
+def train(tmp_path):
+    """A function that trains in one folder."""
+    recipe = recipes.load_recipe("digits").override({"train.epochs": 4, "train.eval_epochs": 1, "model.width": 4})
     pod, console = podscale.find_pod(virtual="1x1"), Console(quiet=True)
     return functools.partial(podscale.train, recipe, pod=pod, folder=tmp_path / "run", console=console)
 
 
-def test_a_callback_that_raises_ends_the_run_which_has_its_page_by_then_and_goes_on(trained, tmp_path):
+def test_a_callback_that_raises_ends_the_run_after_its_report_is_written_and_the_run_resumes(train, tmp_path):
     def fail(event):
         if event.kind == "train" and event.step == 14:
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        trained(callbacks=[fail])
+        train(callbacks=[fail])
     page = (tmp_path / "run" / "report.html").read_text()
     assert "not at its end when this page was written" in page
     assert "By the evaluation after step 12" in page
-    heard = Notes(stop_after=23)
-    assert trained(callbacks=[heard])["steps"] == 23
-    assert heard.events[0].step == 12
+    callback = Recorder(stop_after=23)
+    assert train(callbacks=[callback])["steps"] == 23
+    assert callback.events[0].step == 12
 
 
-def test_callbacks_and_trackers_hear_everything_and_may_end_it(trained, tmp_path, monkeypatch):
-    notes, heard = Notes(), Notes(stop_after=23)
-    monkeypatch.setitem(trackers.TRACKERS, "notes", lambda _: notes)
-    summary = trained(callbacks=[heard], track=["notes"])
+def test_callbacks_and_trackers_get_every_event_and_callbacks_may_stop_the_run(train, tmp_path, monkeypatch):
+    tracker, callback = Recorder(), Recorder(stop_after=23)
+    monkeypatch.setitem(trackers.TRACKERS, "notes", lambda _: tracker)
+    summary = train(callbacks=[callback], track=["notes"])
     assert summary["steps"] == 23
-    assert heard.events == notes.events
-    assert notes.closed == 1
-    kinds = [event.kind for event in heard.events]
+    assert callback.events == tracker.events
+    assert tracker.closed == 1
+    kinds = [event.kind for event in callback.events]
     assert (kinds[0], kinds[-1], kinds.count("train"), kinds.count("eval")) == ("start", "end", 23, 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["event"], line["step"]) for line in lines] == [(event.kind, event.step) for event in heard.events]
-    assert set(heard.events[1].values["spent"]) >= {"train"}
+    assert [(line["event"], line["step"]) for line in lines] == [(event.kind, event.step) for event in callback.events]
+    assert set(callback.events[1].values["spent"]) >= {"train"}
     run = podscale.Run.load(tmp_path / "run")
-    assert run.findings()["step"] == 23
-    assert sum(run.findings()["correct"]) == round(summary["accuracy"] * 360)
+    assert run.mistakes()["step"] == 23
+    assert sum(run.mistakes()["correct"]) == round(summary["accuracy"] * 360)
