@@ -1,4 +1,4 @@
-"""Plans: the same positions and batch-norm groups on every pod, calls at fixed steps, and advice that works."""
+"""Plans: the same positions and batch-norm groups on every pod, calls at fixed steps, and suggestions that work."""
 
 import math
 import re
@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.parallel.batch_norm import Groups
-from podscale.plan import USABLE_SHARE, Counts, Memory, count_lanes_per_host, make_plan, choose_tile
+from podscale.plan import USABLE_SHARE, Counts, Memory, choose_tile, count_lanes_per_host, make_plan
 from podscale.pod import TILE, Pod, named_pod
 from podscale.recipe import Recipe, load_recipe, override_recipe
 
 COUNTS = Counts(10_000, 1000, 10)
 
 
-def recipe(size, span, **changes):
+def make_recipe(size, span, **changes):
     changes = {name.replace("__", "."): value for name, value in changes.items()}
     return override_recipe(Recipe(), {"batch.size": size, "batch.span": span} | changes)
 
 
-def refusal(*arguments, **options):
+def get_refusal(*arguments, **options):
     with pytest.raises(UserError) as error:
         make_plan(*arguments, **options)
     assert "\n" not in str(error.value)
@@ -55,12 +55,12 @@ TILES = [  # batch, span, rows, columns, cores, micro-batches: tile, images per 
 
 
 @pytest.mark.parametrize(("size", "span", "rows", "cols", "cores", "micro", "tile", "images", "groups"), TILES)
-def test_tiles_are_as_square_as_they_can_be(size, span, rows, cols, cores, micro, tile, images, groups):
+def test_tiles_are_as_square_as_possible(size, span, rows, cols, cores, micro, tile, images, groups):
     pod = Pod("cpu", rows, cols, cores)
     if tile is None:
-        assert f"batch.span {span}" in refusal(recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
+        assert f"batch.span {span}" in get_refusal(make_recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
         return
-    plan = make_plan(recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
+    plan = make_plan(make_recipe(size, span), pod, COUNTS, Options(micro_batches=micro))
     assert (plan.tile, plan.micro_images, plan.groups) == (tile, images, groups)
     assert plan.tile_devices == tile[0] * tile[1] * cores
     assert plan.images_per_device == images * micro
@@ -71,7 +71,7 @@ NUMBERS = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 @st.composite
 def plans(draw):
-    """Any valid plan: pod, images and micro-batches at random; the span one that fits."""
+    """Draw any valid plan: random pod, images and micro-batches, and a span that fits."""
     pod = Pod("cpu", draw(NUMBERS), draw(NUMBERS), draw(st.sampled_from([1, 2])))
     micro_batches, images = draw(NUMBERS), draw(NUMBERS)
     spans = {images // d for d in (1, 2, 3, 4) if images % d == 0}
@@ -81,36 +81,36 @@ def plans(draw):
     span = draw(st.sampled_from(sorted(spans)))
     size = images * micro_batches * pod.size
     assume(size % span == 0)
-    return make_plan(recipe(size, span), pod, COUNTS, Options(micro_batches=micro_batches))
+    return make_plan(make_recipe(size, span), pod, COUNTS, Options(micro_batches=micro_batches))
 
 
 @settings(deadline=None, max_examples=300)
 @given(plans())
 def test_positions_are_split_once_and_groups_stay_together(plan):
     size, span = plan.recipe.batch.size, plan.recipe.batch.span
-    held = [plan.positions(device) for device in range(plan.pod.size)]
-    assert all(p.shape == (plan.micro_batches, plan.micro_images) for p in held)
-    assert np.array_equal(np.sort(np.concatenate(held, axis=None)), np.arange(size))
-    places = {}  # batch-norm group -> (tile, micro-batch) that holds its images, and on which devices
-    for device, positions in enumerate(held):
-        for micro, row in enumerate(positions):
+    positions = [plan.positions(device) for device in range(plan.pod.size)]
+    assert all(p.shape == (plan.micro_batches, plan.micro_images) for p in positions)
+    assert np.array_equal(np.sort(np.concatenate(positions, axis=None)), np.arange(size))
+    places = {}  # batch-norm group -> (tile, micro-batch, device) of its images
+    for device, device_positions in enumerate(positions):
+        for micro, row in enumerate(device_positions):
             for group in row // span:
                 places.setdefault(group, set()).add((device // plan.tile_devices, micro, device))
     assert len(places) == size // span
-    for found in places.values():
-        assert len({place[:2] for place in found}) == 1
+    for members in places.values():
+        assert len({member[:2] for member in members}) == 1
         if plan.groups.axes:
             assert plan.groups.images * plan.tile_devices == span
-            assert len(found) == plan.tile_devices
+            assert len(members) == plan.tile_devices
         else:
             assert plan.groups.images == span
-            assert len(found) == 1
+            assert len(members) == 1
 
 
 @settings(deadline=None, max_examples=100)
 @given(plans())
-def test_a_device_lists_its_groups_one_after_the_other(plan):
-    """What `norm` relies on: images k·n .. (k+1)·n-1 of a micro-batch are of one group, n of each."""
+def test_the_groups_of_a_device_are_contiguous(plan):
+    """As `batch_norm` requires: images k·n .. (k+1)·n-1 of a micro-batch are of one group, n of each."""
     for device in range(plan.pod.size):
         groups = plan.positions(device) // plan.recipe.batch.span
         blocks = groups.reshape(plan.micro_batches, -1, plan.groups.images)
@@ -121,9 +121,9 @@ def test_a_device_lists_its_groups_one_after_the_other(plan):
 @given(
     lanes=st.sampled_from([1, 2, 3, 4, 5, 6, 8]), hosts=st.sampled_from([1, 2, 3, 4, 5, 6, 8]), times=st.integers(1, 3)
 )
-def test_the_lanes_of_a_host_are_those_of_its_positions(lanes, hosts, times):
+def test_a_host_reads_the_lanes_of_its_positions(lanes, hosts, times):
     size = lanes * hosts * times
-    plan = make_plan(recipe(size, 1, data__lanes=lanes), Pod("cpu", 1, hosts, hosts=hosts), COUNTS)
+    plan = make_plan(make_recipe(size, 1, data__lanes=lanes), Pod("cpu", 1, hosts, hosts=hosts), COUNTS)
     most = max(len(set((plan.positions(host) // (size // lanes)).ravel())) for host in range(hosts))
     assert count_lanes_per_host(plan) == most
 
@@ -131,7 +131,7 @@ def test_the_lanes_of_a_host_are_those_of_its_positions(lanes, hosts, times):
 # --- steps ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_papers_pod():
+def test_the_plan_on_the_pod_of_the_paper():
     plan = make_plan(load_recipe("resnet50-imagenet-32k"), named_pod("v3:32x32"), Counts(1_281_167, 50_000, 1000))
     assert (plan.images_per_device, plan.micro_batches, plan.tile_devices, plan.steps) == (16, 1, 4, 2816)
     assert plan.tile == (1, 2)
@@ -146,12 +146,14 @@ def long_plans(draw):
     epochs, every = draw(st.floats(0.05, 9)), draw(st.floats(0.01, 4))
     counts = Counts(draw(st.integers(1, 900)), 5, 10)
     options = Options(steps_per_call=draw(st.integers(1, 9)), save_steps=draw(st.integers(0, 7)))
-    return make_plan(recipe(8, 8, train__epochs=epochs, train__eval_epochs=every), Pod("cpu", 1, 1), counts, options)
+    return make_plan(
+        make_recipe(8, 8, train__epochs=epochs, train__eval_epochs=every), Pod("cpu", 1, 1), counts, options
+    )
 
 
 @settings(deadline=None)
 @given(long_plans())
-def test_evaluations_come_every_so_many_epochs_and_at_the_end(plan):
+def test_evaluations_follow_eval_epochs_and_include_the_end(plan):
     steps = plan.eval_steps()
     assert plan.steps == math.ceil(Fraction(str(plan.recipe.train.epochs)) * plan.counts.train / 8)
     assert steps == sorted(set(steps))
@@ -179,14 +181,14 @@ def test_calls_are_fixed_ranges_that_cover_every_step_once(plan, data):
 
 @settings(deadline=None)
 @given(plan=long_plans(), data=st.data())
-def test_calls_from_another_plans_checkpoint_leave_no_step_out(plan, data):
-    """A run saved under other options, or on another pod, resumes at a step that is no boundary here."""
+def test_calls_from_the_checkpoint_of_another_plan_skip_no_step(plan, data):
+    """A run saved with other options, or on another pod, resumes at a step that is not a boundary here."""
     done = data.draw(st.integers(0, plan.steps))
     assert [step for call in plan.calls(done) for step in call] == list(range(done, plan.steps))
     assert set(plan.calls(done)[1:]) <= set(plan.calls())
 
 
-def test_a_cpu_does_one_step_a_call_and_others_several():
+def test_a_cpu_does_one_step_per_call_and_others_several():
     counts = Counts(1_281_167, 50_000, 1000)
     assert make_plan(load_recipe("digits"), Pod("cpu", 1, 1), COUNTS).steps_per_call == 1
     assert 1 < make_plan(load_recipe("resnet50-imagenet-32k"), named_pod("v3:32x32"), counts).steps_per_call <= 8
@@ -196,24 +198,24 @@ def test_a_cpu_does_one_step_a_call_and_others_several():
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def test_memory_makes_micro_batches():
-    memory = Memory(parameters=100, optimizer=50, input_per_image=1, activations_per_image=20)  # 3 x 64 wait
-    for room, slices in ((342 + 20 * 64, 1), (342 + 20 * 32, 2), (342 + 20 * 31, 4), (342 + 20 * 8, 8)):
-        pod = Pod("cpu", 1, 2, memory_bytes=math.ceil(room / USABLE_SHARE))
-        plan = make_plan(recipe(128, 8), pod, COUNTS, memory=memory)
-        assert plan.micro_batches == slices
+def test_micro_batches_follow_from_memory():
+    memory = Memory(parameters=100, optimizer=50, input_per_image=1, activations_per_image=20)  # 3 x 64 in flight
+    for need, micro_batches in ((342 + 20 * 64, 1), (342 + 20 * 32, 2), (342 + 20 * 31, 4), (342 + 20 * 8, 8)):
+        pod = Pod("cpu", 1, 2, memory_bytes=math.ceil(need / USABLE_SHARE))
+        plan = make_plan(make_recipe(128, 8), pod, COUNTS, memory=memory)
+        assert plan.micro_batches == micro_batches
         assert memory.total(plan.micro_images, plan.input_images) <= USABLE_SHARE * pod.memory_bytes
-        assert make_plan(recipe(128, 8), pod, COUNTS, Options(micro_batches=2), memory).micro_batches == 2
+        assert make_plan(make_recipe(128, 8), pod, COUNTS, Options(micro_batches=2), memory).micro_batches == 2
 
 
-def test_slices_stay_whole_groups_however_little_room_there_is():
+def test_micro_batches_have_whole_groups_even_if_memory_is_short():
     memory = Memory(activations_per_image=1 << 30)
-    plan = make_plan(recipe(128, 64), Pod("cpu", 1, 2), COUNTS, memory=memory)
+    plan = make_plan(make_recipe(128, 64), Pod("cpu", 1, 2), COUNTS, memory=memory)
     assert plan.recipe.batch.span % plan.micro_images == 0
     assert (plan.micro_batches, plan.tile) == (2, (1, 2))
 
 
-def test_a_plan_tells_of_itself():
+def test_a_plan_describes_itself():
     plan = make_plan(load_recipe("digits"), Pod("v3", 2, 2, 2, hosts=1), COUNTS, Options(micro_batches=2))
     rows = dict(plan.rows())
     assert rows["batch"] == "128 images, 16 a device in 2 micro-batches of 8"
@@ -232,48 +234,51 @@ def test_spans_that_do_not_fit_are_refused_with_spans_that_do(rows, cols, cores,
     size = images * pod.size
     span = data.draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
     options = Options(micro_batches=data.draw(st.sampled_from([0, 1, 2])) if images % 2 == 0 else 0)
-    slices = [options.micro_batches] if options.micro_batches else [m for m in range(1, images + 1) if images % m == 0]
-    if any(choose_tile(span, images // m, pod) for m in slices):
-        make_plan(recipe(size, span), pod, COUNTS, options)
+    counts = [options.micro_batches] if options.micro_batches else [m for m in range(1, images + 1) if images % m == 0]
+    if any(choose_tile(span, images // m, pod) for m in counts):
+        make_plan(make_recipe(size, span), pod, COUNTS, options)
         return
-    sentence = refusal(recipe(size, span), pod, COUNTS, options)
-    assert sentence.startswith(f"batch.span {span} does not fit ")
-    offered = [int(number) for number in re.findall(r"\d+", sentence.partition("nearest that do: ")[2])]
-    assert offered
-    for other in offered:
-        make_plan(recipe(size, other), pod, COUNTS, options)
+    message = get_refusal(make_recipe(size, span), pod, COUNTS, options)
+    assert message.startswith(f"batch.span {span} does not fit ")
+    suggested = [int(number) for number in re.findall(r"\d+", message.partition("nearest that do: ")[2])]
+    assert suggested
+    for other in suggested:
+        make_plan(make_recipe(size, other), pod, COUNTS, options)
         between = range(min(other, span) + 1, max(other, span))
-        nearer = [s for s in between if size % s == 0 and any(choose_tile(s, images // m, pod) for m in slices)]
+        nearer = [s for s in between if size % s == 0 and any(choose_tile(s, images // m, pod) for m in counts)]
         assert not nearer
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do():
-    sentence = refusal(recipe(128, 64), Pod("cpu", 1, 3), COUNTS)
-    assert sentence == "batch.size 128 does not divide over 3 devices; nearest that do: 126, 129"
-    assert refusal(recipe(8, 8), Pod("cpu", 4, 4), COUNTS).endswith("nearest that do: 16")
+    message = get_refusal(make_recipe(128, 64), Pod("cpu", 1, 3), COUNTS)
+    assert message == "batch.size 128 does not divide over 3 devices; nearest that do: 126, 129"
+    assert get_refusal(make_recipe(8, 8), Pod("cpu", 4, 4), COUNTS).endswith("nearest that do: 16")
 
 
 def test_micro_batches_that_do_not_divide_are_refused():
-    sentence = refusal(recipe(128, 64), Pod("cpu", 1, 1), COUNTS, Options(micro_batches=3))
-    assert sentence == "plan.micro_batches 3 does not divide 128 images per device; nearest that do: 2, 4"
+    message = get_refusal(make_recipe(128, 64), Pod("cpu", 1, 1), COUNTS, Options(micro_batches=3))
+    assert message == "plan.micro_batches 3 does not divide 128 images per device; nearest that do: 2, 4"
 
 
 @pytest.mark.parametrize(
     "field", ["micro_batches", "steps_per_call", "eval_images", "save_steps", "bucket_mib", "keep"]
 )
 def test_options_below_zero_are_refused(field):
-    assert f"plan.{field}" in refusal(recipe(128, 64), Pod("cpu", 1, 1), COUNTS, Options(**{field: -2}))
+    assert f"plan.{field}" in get_refusal(make_recipe(128, 64), Pod("cpu", 1, 1), COUNTS, Options(**{field: -2}))
 
 
-def test_mixing_needs_pairs_on_one_device():
-    assert "augment.mixup" in refusal(recipe(6, 3, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
-    make_plan(recipe(8, 4, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
+def test_mixup_needs_pairs_on_one_device():
+    assert "augment.mixup" in get_refusal(make_recipe(6, 3, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
+    make_plan(make_recipe(8, 4, augment__mixup=0.2), Pod("cpu", 1, 2), COUNTS)
 
 
 @pytest.mark.parametrize(("val", "images"), [(1000, 64), (100, 50), (1, 1)])
-def test_evaluation_takes_no_more_images_than_there_are(val, images):
-    assert make_plan(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10)).eval_images == images
-    assert make_plan(recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10), Options(eval_images=7)).eval_images == 7
+def test_evaluation_steps_are_no_larger_than_the_validation_set(val, images):
+    assert make_plan(make_recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10)).eval_images == images
+    assert (
+        make_plan(make_recipe(128, 64), Pod("cpu", 1, 2), Counts(1000, val, 10), Options(eval_images=7)).eval_images
+        == 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,8 +294,9 @@ def test_evaluation_takes_no_more_images_than_there_are(val, images):
         ("off", "9.0", {}, ""),
     ],
 )
-def test_layers_are_fused_where_there_are_kernels_that_gain(fused, capability, changes, kernels):
+def test_layers_are_fused_where_kernels_save_time(fused, capability, changes, kernels):
     gpu = SimpleNamespace(platform="gpu", compute_capability=capability)
-    where = Pod("gpu", 1, 1, devices=(gpu,))
-    wanted = override_recipe(load_recipe("resnet50-imagenet-4k"), {"batch.size": 256, "batch.span": 64, "data.lanes": 1} | changes)
-    assert make_plan(wanted, where, Counts(1281167, 50000, 1000), Options(fused=fused)).kernels == kernels
+    pod = Pod("gpu", 1, 1, devices=(gpu,))
+    changes = {"batch.size": 256, "batch.span": 64, "data.lanes": 1} | changes
+    recipe = load_recipe("resnet50-imagenet-4k").override(changes)
+    assert make_plan(recipe, pod, Counts(1281167, 50000, 1000), Options(fused=fused)).kernels == kernels

@@ -1,4 +1,4 @@
-"""Pods: devices found, named or made up become rows x columns, and a mesh whose names do the tiling."""
+"""Pods: devices that are found, named or simulated become rows x columns, and a mesh whose axes name the tiles."""
 
 import itertools
 from types import SimpleNamespace
@@ -8,11 +8,22 @@ import numpy as np
 import pytest
 
 from podscale.errors import UserError
-from podscale.pod import ALL_AXES, COLUMN, ROW, TILE, Pod, make_batch_sharding, find_pod, named_pod, make_pod, parse_shape
+from podscale.pod import (
+    ALL_AXES,
+    COLUMN,
+    ROW,
+    TILE,
+    Pod,
+    find_pod,
+    make_batch_sharding,
+    make_pod,
+    named_pod,
+    parse_shape,
+)
 from podscale.processes import group
 
 
-def refusal(function, *arguments, **options):
+def get_refusal(function, *arguments, **options):
     with pytest.raises(UserError) as error:
         function(*arguments, **options)
     assert "\n" not in str(error.value)
@@ -40,18 +51,18 @@ TILINGS = [(shape, tile) for shape in ("2x4", "4x2", "4x4") for tile in ((1, 1),
     ("shape", "tile"), [*TILINGS, ("1x8", (1, 2)), ("1x8", (1, 4)), ("4x4", (4, 2)), ("8x2", (4, 1))]
 )
 @pytest.mark.parametrize("axis", [0, 2])
-def test_each_tile_holds_a_contiguous_block_of_positions(shape, tile, axis):
+def test_each_tile_has_a_contiguous_block_of_positions(shape, tile, axis):
     pod = make_pod(jax.devices(), shape)
     h, w = tile
     batch = 2 * pod.size
-    held = make_batch_sharding(pod.mesh(tile), axis).devices_indices_map((3,) * axis + (batch,))
+    indices = make_batch_sharding(pod.mesh(tile), axis).devices_indices_map((3,) * axis + (batch,))
     positions = np.arange(batch)
     blocks = {}
     for (row, col), device in zip(np.ndindex(pod.rows, pod.cols), pod.devices, strict=True):
-        mine = positions[held[device][axis]]
-        assert len(mine) == 2
-        blocks.setdefault((row // h, col // w), []).extend(mine)
-    for number, tile_at in enumerate(sorted(blocks)):  # tiles count along rows, then down
+        part = positions[indices[device][axis]]
+        assert len(part) == 2
+        blocks.setdefault((row // h, col // w), []).extend(part)
+    for number, tile_at in enumerate(sorted(blocks)):  # tiles are numbered along rows, then down
         assert sorted(blocks[tile_at]) == list(range(number * 2 * h * w, (number + 1) * 2 * h * w))
 
 
@@ -69,7 +80,7 @@ def test_each_tile_holds_a_contiguous_block_of_positions(shape, tile, axis):
         ("cpu:2X3", 1, 6, 4 << 30, 6),
     ],
 )
-def test_a_named_pod_need_not_be_here(text, cores, hosts, memory, size):
+def test_a_named_pod_need_not_exist(text, cores, hosts, memory, size):
     pod = named_pod(text)
     kind, _, shape = text.lower().partition(":")
     assert (pod.kind, pod.shape, pod.cores, pod.hosts, pod.memory_bytes) == (kind, shape, cores, hosts, memory)
@@ -77,40 +88,42 @@ def test_a_named_pod_need_not_be_here(text, cores, hosts, memory, size):
 
 
 def test_kinds_and_shapes_are_refused_with_a_suggestion():
-    assert "did you mean" in refusal(named_pod, "v5:2x2")
-    assert "h200" in refusal(named_pod, "zzz:2x2")
+    assert "did you mean" in get_refusal(named_pod, "v5:2x2")
+    assert "h200" in get_refusal(named_pod, "zzz:2x2")
     for text in ("v3", "v3:", "v3:4", "v3:0x4", "v3:4x0", "v3:ax4", "v3:-1x4", "v3:4x4x4", "v3:2.0x2", "v3:²x2"):
-        assert "ROWSxCOLUMNS, such as 2x4" in refusal(named_pod, text)
+        assert "ROWSxCOLUMNS, such as 2x4" in get_refusal(named_pod, text)
     assert parse_shape("12x3") == (12, 3)
 
 
 # --- found ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_here_is_laid_out_as_square_as_can_be():
+def test_devices_are_laid_out_as_square_as_possible():
     pod = find_pod()
     assert (pod.kind, pod.shape, pod.size, pod.hosts, pod.is_present) == ("cpu", "4x4", 16, 1, True)
     assert pod.devices == tuple(jax.devices())
     assert 0 < pod.memory_bytes * 16 < 2**46
 
 
-def test_a_shape_lays_out_all_devices_and_is_refused_with_those_that_fit():
+def test_a_shape_that_does_not_fit_is_refused_with_those_that_do():
     assert find_pod(shape="2x8").shape == "2x8"
-    assert refusal(find_pod, shape="3x5") == "pod.shape 3x5 needs 15 chips, but there are 16; try 4x4 or 2x8 or 1x16"
+    assert (
+        get_refusal(find_pod, shape="3x5") == "pod.shape 3x5 needs 15 chips, but there are 16; try 4x4 or 2x8 or 1x16"
+    )
 
 
-def test_virtual_devices_are_as_many_as_asked_for():
+def test_virtual_devices_have_the_requested_shape():
     pod = find_pod(virtual="2x3")
     assert (pod.kind, pod.shape, pod.devices) == ("cpu", "2x3", tuple(jax.devices()[:6]))
-    assert "17 virtual devices" in refusal(find_pod, virtual="1x17")
-    assert "ROWSxCOLUMNS" in refusal(find_pod, virtual="4")
+    assert "17 virtual devices" in get_refusal(find_pod, virtual="1x17")
+    assert "ROWSxCOLUMNS" in get_refusal(find_pod, virtual="4")
 
 
-def test_part_of_the_devices_is_a_pod_too():
+def test_a_pod_can_use_a_part_of_the_devices():
     pod = make_pod(jax.devices(), "2x2")
     assert (pod.shape, pod.devices) == ("2x2", tuple(jax.devices()[:4]))
-    assert make_pod(jax.devices()[::-1], "1x2").devices == tuple(jax.devices()[-2:])  # always in their own order
-    assert "17" in refusal(make_pod, jax.devices(), "1x17")
+    assert make_pod(jax.devices()[::-1], "1x2").devices == tuple(jax.devices()[-2:])  # always sorted
+    assert "17" in get_refusal(make_pod, jax.devices(), "1x17")
 
 
 def test_pods_compare_without_their_devices():
@@ -121,9 +134,9 @@ def test_pods_compare_without_their_devices():
 # --- TPU slices and clusters ---------------------------------------------------------------------------------------
 
 
-def tpus(columns, rows, layers=1, cores=1, limit=None):
-    """Devices as libtpu shows them, numbered in an order of their own: x runs fastest, then y, then z."""
-    places = itertools.product(range(layers), range(rows), range(columns), range(cores))
+def make_tpus(columns, rows, layers=1, cores=1, limit=None):
+    """Return devices as libtpu shows them, in its numbering: x runs fastest, then y, then z."""
+    positions = itertools.product(range(layers), range(rows), range(columns), range(cores))
     stats = {"bytes_limit": limit} if limit else None
     return [
         SimpleNamespace(
@@ -135,35 +148,35 @@ def tpus(columns, rows, layers=1, cores=1, limit=None):
             id=number,
             memory_stats=lambda: stats,
         )
-        for number, (z, y, x, core) in enumerate(places)
+        for number, (z, y, x, core) in enumerate(positions)
     ]
 
 
-def shuffled(devices):
+def shuffle(devices):
     return [devices[i] for i in np.random.default_rng(0).permutation(len(devices))]
 
 
 def test_a_slice_is_laid_out_by_its_coordinates(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: shuffled(tpus(4, 2, limit=123)))
+    monkeypatch.setattr(jax, "devices", lambda: shuffle(make_tpus(4, 2, limit=123)))
     pod = find_pod()
     assert (pod.kind, pod.rows, pod.cols, pod.cores, pod.size, pod.memory_bytes) == ("TPU v3", 2, 4, 1, 8, 123)
     assert [d.coords[:2] for d in pod.devices] == [(x, y) for y in range(2) for x in range(4)]
 
 
-def test_two_cores_a_chip_are_the_innermost_axis(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: shuffled(tpus(4, 2, cores=2)))
+def test_cores_of_a_chip_are_the_innermost_axis(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: shuffle(make_tpus(4, 2, cores=2)))
     pod = find_pod()
     assert (pod.rows, pod.cols, pod.cores, pod.size) == (2, 4, 2, 16)
-    assert pod.memory_bytes == 16 << 30  # where the device does not tell
+    assert pod.memory_bytes == 16 << 30  # if the device does not report it
     grid = np.array(pod.devices, dtype=object).reshape(2, 4, 2)
     for row, col, core in np.ndindex(2, 4, 2):
         assert (grid[row, col, core].coords, grid[row, col, core].core_on_chip) == ((col, row, 0), core)
     assert find_pod(shape="4x2").shape == "4x2"
-    assert refusal(find_pod, shape="4x4") == "pod.shape 4x4 needs 16 chips, but there are 8; try 2x4 or 1x8"
+    assert get_refusal(find_pod, shape="4x4") == "pod.shape 4x4 needs 16 chips, but there are 8; try 2x4 or 1x8"
 
 
 def test_the_third_dimension_is_folded_into_columns(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: shuffled(tpus(2, 3, layers=2, cores=2)))
+    monkeypatch.setattr(jax, "devices", lambda: shuffle(make_tpus(2, 3, layers=2, cores=2)))
     pod = find_pod()
     assert (pod.rows, pod.cols, pod.cores) == (3, 4, 2)
     grid = np.array(pod.devices, dtype=object).reshape(3, 4, 2)
@@ -172,18 +185,18 @@ def test_the_third_dimension_is_folded_into_columns(monkeypatch):
 
 
 def test_part_of_a_slice_keeps_both_cores_of_its_chips():
-    pod = make_pod(tpus(2, 2, cores=2), "1x2")
+    pod = make_pod(make_tpus(2, 2, cores=2), "1x2")
     assert (pod.size, len(pod.devices)) == (4, 4)
 
 
 def test_a_cluster_is_nodes_by_devices_per_node(monkeypatch):
-    def gpu(process, number):
-        stats = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=process, id=number)
-        stats.memory_stats = lambda: {"bytes_limit": 99}
-        return stats
+    def make_gpu(process, number):
+        device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=process, id=number)
+        device.memory_stats = lambda: {"bytes_limit": 99}
+        return device
 
-    devices = [gpu(process, 8 * process + local) for process in range(3) for local in range(8)]
-    monkeypatch.setattr(jax, "devices", lambda: shuffled(devices))
+    devices = [make_gpu(process, 8 * process + local) for process in range(3) for local in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: shuffle(devices))
     pod = find_pod()
     assert (pod.kind, pod.shape, pod.hosts, pod.memory_bytes) == ("NVIDIA H200", "3x8", 3, 99)
     assert [d.id for d in pod.devices] == list(range(24))
@@ -193,11 +206,11 @@ def test_a_cluster_is_nodes_by_devices_per_node(monkeypatch):
     assert find_pod().shape == "2x2"
 
 
-def test_impossible_processes_are_refused():
+def test_invalid_process_numbers_are_refused():
     for processes, process in ((0, 0), (2, 2), (2, -1)):
-        assert "--process" in refusal(group.join, "localhost:1", processes, process)
+        assert "--process" in get_refusal(group.join, "localhost:1", processes, process)
 
 
-def test_a_pod_knows_its_size():
+def test_the_size_of_a_pod_counts_devices():
     assert Pod("v3", 4, 8, cores=2).size == 64
     assert Pod("cpu", 4, 8).shape == "4x8"

@@ -1,4 +1,4 @@
-"""Recipes: every preset reads, published settings stand, and every mistake gets one sentence that names its field."""
+"""Recipes: every preset loads, published settings are kept, and every mistake gets a message that names its field."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from podscale import recipe as recipes
 from podscale.errors import UserError
-from podscale.recipe import SECTIONS, Recipe, load_recipe, override_recipe, parse_recipe, list_presets
+from podscale.recipe import SECTIONS, Recipe, list_presets, load_recipe, override_recipe, parse_recipe
 
 FIELDS = {
     f"{s}.{f.name}": typing.get_type_hints(kind)[f.name]
@@ -25,24 +25,24 @@ FIELDS = {
 FLOATS = [field for field, kind in FIELDS.items() if kind is float or typing.get_args(kind)[:1] == (float,)]
 
 
-def refusal(change, *arguments):
-    """The one sentence that a change is refused with."""
+def get_refusal(function, *arguments):
+    """Return the one-sentence message that a call is refused with."""
     with pytest.raises(UserError) as error:
-        change(*arguments)
-    sentence = str(error.value)
-    assert "\n" not in sentence
-    return sentence
+        function(*arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
 
 
-def refused(field, value):
-    return refusal(override_recipe, Recipe(), {field: value})
+def get_override_refusal(field, value):
+    return get_refusal(override_recipe, Recipe(), {field: value})
 
 
 # --- presets -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list_presets())
-def test_a_preset_reads_and_writes_itself(name):
+def test_a_preset_survives_writing_and_reading(name):
     recipe = load_recipe(name)
     again = parse_recipe(recipe.to_toml(), name=name)
     assert again == recipe
@@ -51,7 +51,7 @@ def test_a_preset_reads_and_writes_itself(name):
 
 
 @pytest.mark.parametrize("name", list_presets())
-def test_a_preset_opens_with_what_it_is_and_its_command(name):
+def test_a_preset_opens_with_a_description_and_its_command(name):
     assert list_presets()[name] == load_recipe(name).doc
     assert len(load_recipe(name).doc.splitlines()[0]) > 20
     assert f"podscale train {name}" in load_recipe(name).doc
@@ -72,7 +72,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_imagenet_presets_are_the_published_settings(size):
+def test_imagenet_presets_have_the_published_settings(size):
     recipe = load_recipe(f"resnet50-imagenet-{size}")
     o, s = recipe.optimizer, recipe.schedule
     batch, peak, warmup, momentum, decay, epochs = PUBLISHED[size]
@@ -113,30 +113,30 @@ ALIKE = [
 
 
 @pytest.mark.parametrize(("field", "text", "value"), ALIKE)
-def test_text_and_values_read_alike(field, text, value):
+def test_text_and_values_are_read_alike(field, text, value):
     recipe = override_recipe(Recipe(), {field: text})
     assert recipe == override_recipe(Recipe(), {field: value})
     section, name = field.split(".")
     toml = f"[{section}]\n{name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
     assert parse_recipe(toml) == recipe
-    read, kind = getattr(getattr(recipe, section), name), FIELDS[field]
+    result, kind = getattr(getattr(recipe, section), name), FIELDS[field]
     assert isinstance(
-        read,
+        result,
         typing.get_origin(kind)
         if typing.get_origin(kind) is tuple
         else type(getattr(getattr(Recipe(), section), name)),
     )
 
 
-def test_a_recipe_file_reads_and_keeps_its_name(tmp_path):
+def test_a_recipe_file_gives_name_and_comment(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("# Mine.\n# Second line.\n\n# not this\n[train]\nepochs = 3\n")
     recipe = load_recipe(path)
     assert (recipe.name, recipe.doc, recipe.train.epochs) == ("mine", "Mine.\nSecond line.", 3.0)
 
 
-def another(kind, now):
-    """A valid value of a field's kind that is not the one it has."""
+def choose_other(kind, now):
+    """Return a valid value of a field's type other than its present one."""
     if typing.get_origin(kind) is typing.Literal:
         return next(choice for choice in typing.get_args(kind) if choice != now)
     if typing.get_origin(kind) is tuple:
@@ -144,20 +144,20 @@ def another(kind, now):
     return {bool: not now, str: "x", int: 2 if now != 2 else 4, float: 0.25 if now != 0.25 else 0.5}[kind]
 
 
-def test_the_digest_sees_every_field_and_no_words():
+def test_the_digest_depends_on_every_field_and_on_no_comment():
     recipe = Recipe()
-    assert dataclasses.replace(recipe, name="other", doc="words").digest() == recipe.digest()
+    assert dataclasses.replace(recipe, name="other", doc="comment").digest() == recipe.digest()
     seen = {recipe.digest()}
     for field, kind in FIELDS.items():
         section, name = field.split(".")
         now = getattr(getattr(recipe, section), name)
-        value = {"augment.max_aspect": 2.0, "batch.size": 256}.get(field, another(kind, now))
+        value = {"augment.max_aspect": 2.0, "batch.size": 256}.get(field, choose_other(kind, now))
         seen.add(override_recipe(recipe, {field: value}).digest())
     assert len(seen) == len(FIELDS) + 1
 
 
 @pytest.mark.parametrize("path", ['with "quotes" and \\', "tab\tline\nend", "ümlaut 图片", "del\x7f", "\u2028"])
-def test_any_path_survives_the_file(path):
+def test_any_path_survives_writing_and_reading(path):
     recipe = override_recipe(Recipe(), {"data.path": path})
     assert parse_recipe(recipe.to_toml()) == recipe
 
@@ -203,39 +203,39 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("field", "value", "parts"), REFUSED)
-def test_refuses_with_a_sentence_that_names_the_field(field, value, parts):
-    sentence = refused(field, value)
+def test_a_refusal_names_the_field(field, value, parts):
+    message = get_override_refusal(field, value)
     for part in parts:
-        assert part in sentence
+        assert part in message
 
 
 @pytest.mark.parametrize("field", FLOATS)
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
-def test_no_number_is_infinite_or_none_at_all(field, number):
+def test_non_finite_numbers_are_refused(field, number):
     text = ", ".join([number] * 3)
-    assert field in refused(field, text if typing.get_origin(FIELDS[field]) is tuple else number)
+    assert field in get_override_refusal(field, text if typing.get_origin(FIELDS[field]) is tuple else number)
     value = [float(number)] * 3 if typing.get_origin(FIELDS[field]) is tuple else float(number)
-    assert field in refused(field, value)
+    assert field in get_override_refusal(field, value)
 
 
 @pytest.mark.parametrize("field", ["train.epochs", "train.seed"])
 @pytest.mark.parametrize("value", [10**400, "1" + "0" * 400, "9" * 5000, "[" * 5000], ids=range(4))
-def test_values_that_no_machine_number_holds_are_refused(field, value):
-    assert field in refused(field, value)
+def test_numbers_too_large_for_the_machine_are_refused(field, value):
+    assert field in get_override_refusal(field, value)
 
 
-def test_a_huge_batch_is_answered_at_once():
+def test_a_huge_batch_is_refused_quickly():
     program = "from podscale.recipe import *; override_recipe(Recipe(), {'batch.size': 10**12})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
     assert "UserError" in done.stderr or done.returncode == 0
 
 
-def test_toml_mistakes_are_sentences_too():
-    assert re.search("epochs'? stands outside any section", refusal(parse_recipe, "epochs = 3"))
-    assert "'optimiser'" in refusal(parse_recipe, "[optimiser]\nname = 'sgd'")
-    assert "optimiser" in refusal(parse_recipe, "[optimiser]")
-    assert "data has no field 'sub'" in refusal(parse_recipe, "[data.sub]\nx = 1")
-    assert "stands outside any section" in refusal(parse_recipe, '"a\\nb" = 1')
+def test_toml_mistakes_are_refused():
+    assert re.search("epochs'? stands outside any section", get_refusal(parse_recipe, "epochs = 3"))
+    assert "'optimiser'" in get_refusal(parse_recipe, "[optimiser]\nname = 'sgd'")
+    assert "optimiser" in get_refusal(parse_recipe, "[optimiser]")
+    assert "data has no field 'sub'" in get_refusal(parse_recipe, "[data.sub]\nx = 1")
+    assert "stands outside any section" in get_refusal(parse_recipe, '"a\\nb" = 1')
 
 
 @pytest.mark.parametrize(
@@ -251,29 +251,29 @@ def test_toml_mistakes_are_sentences_too():
     ],
     ids=range(7),
 )
-def test_a_file_that_is_no_toml_is_named(tmp_path, content):
+def test_a_refusal_names_a_file_that_is_not_toml(tmp_path, content):
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
-    assert "bad" in refusal(load_recipe, path)
+    assert "bad" in get_refusal(load_recipe, path)
 
 
-def test_a_missing_recipe_is_named(tmp_path):
-    assert "nowhere.toml" in refusal(load_recipe, tmp_path / "nowhere.toml")
+def test_a_refusal_names_a_missing_recipe(tmp_path):
+    assert "nowhere.toml" in get_refusal(load_recipe, tmp_path / "nowhere.toml")
     (tmp_path / "folder.toml").mkdir()
-    assert "folder.toml" in refusal(load_recipe, tmp_path / "folder.toml")
-    assert refusal(load_recipe, "digit").endswith("did you mean digits?")
-    assert "resnet50-imagenet-4k" in refusal(load_recipe, "zzz")
+    assert "folder.toml" in get_refusal(load_recipe, tmp_path / "folder.toml")
+    assert get_refusal(load_recipe, "digit").endswith("did you mean digits?")
+    assert "resnet50-imagenet-4k" in get_refusal(load_recipe, "zzz")
 
 
-# --- anything at all -----------------------------------------------------------------------------------------------
+# --- random input --------------------------------------------------------------------------------------------------
 
 NUMBERS = st.integers(-(10**6), 10**6) | st.floats()
 TEXTS = st.text() | NUMBERS.map(str) | st.lists(NUMBERS, max_size=4).map(lambda v: ", ".join(map(str, v)))
 VALUES = TEXTS | NUMBERS | st.booleans() | st.none() | st.lists(NUMBERS | st.text(max_size=5), max_size=4)
 
 
-def read_or_refused(make):
-    """Nothing but a sentence may stop `make`; and what it reads can be written and read again."""
+def check_read_or_refused(make):
+    """Assert that `make` raises only UserError, or gives a recipe that survives writing and reading."""
     try:
         recipe = make()
     except UserError:
@@ -285,14 +285,14 @@ def read_or_refused(make):
 @settings(deadline=None, max_examples=300)
 @given(field=st.sampled_from(sorted(FIELDS)), value=VALUES)
 def test_any_value_is_read_or_refused(field, value):
-    read_or_refused(lambda: override_recipe(Recipe(), {field: value}))
+    check_read_or_refused(lambda: override_recipe(Recipe(), {field: value}))
 
 
 @settings(deadline=None)
 @given(st.text())
-def test_any_name_is_refused(name):
+def test_any_unknown_name_is_refused(name):
     if name not in FIELDS:
-        assert "\n" not in refused(name, 1)
+        assert "\n" not in get_override_refusal(name, 1)
 
 
 LINES = st.sampled_from(
@@ -309,8 +309,8 @@ def test_any_toml_is_read_or_refused(text):
     try:
         tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        return  # `load` names the file; see below
-    read_or_refused(lambda: parse_recipe(text))
+        return  # `load_recipe` names the file; see below
+    check_read_or_refused(lambda: parse_recipe(text))
 
 
 @settings(deadline=None)
@@ -318,4 +318,4 @@ def test_any_toml_is_read_or_refused(text):
 def test_any_file_is_read_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_bytes(content)
-    read_or_refused(lambda: load_recipe(path))
+    check_read_or_refused(lambda: load_recipe(path))

@@ -18,7 +18,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { MAX_FRAMES = 64, MAX_RANGES = 8, ABORT_BYTES = 1024 };
+enum { MAX_FRAMES = 64, MAX_RANGES = 128, ABORT_BYTES = 1024 };
 
 typedef struct {
     uintptr_t start, stop;

@@ -1,4 +1,4 @@
-"""A run's folder: one recipe for ever, files all there or not at all, a journal that a kill does not break."""
+"""A run's folder: one recipe for ever, files written completely or not at all, a journal that survives a kill."""
 
 import io
 import json
@@ -32,12 +32,12 @@ def run(tmp_path, recipe):
     return Run.create(tmp_path / "run", recipe, {"steps": 3}, CLASSES)
 
 
-def contents(folder):
-    """Every file under a folder, with what is in it and when it was written."""
+def read_contents(folder):
+    """Return content and time of writing of every file below a folder."""
     return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def refusal(function, *arguments):
+def get_refusal(function, *arguments):
     with pytest.raises(UserError) as error:
         function(*arguments)
     assert "\n" not in str(error.value)
@@ -47,7 +47,7 @@ def refusal(function, *arguments):
 # --- folders -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_read_back_as_it_was_written(run, recipe):
+def test_a_run_survives_writing_and_reading(run, recipe):
     again = Run.load(run.folder)
     assert again == run
     assert again.recipe.name == "digits"
@@ -62,13 +62,13 @@ def test_each_recipe_has_its_own_folder(recipe):
     assert Run.default_folder(recipe) == Path("runs") / f"digits-{recipe.digest()}" != Run.default_folder(other)
 
 
-def test_the_same_recipe_goes_on_in_its_folder(run, recipe):
+def test_the_same_recipe_resumes_in_its_folder(run, recipe):
     assert Run.create(run.folder, recipe, {"steps": 4}, CLASSES) == run
     assert json.loads((run.folder / "plan.json").read_text()) == {"steps": 4}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "differences"),
     [
         ({"train.seed": 1}, "(train.seed 0, now 1)"),
         ({"train.epochs": 2, "batch.span": 32}, "(batch.span 64, now 32; train.epochs 30.0, now 2.0)"),
@@ -78,46 +78,46 @@ def test_the_same_recipe_goes_on_in_its_folder(run, recipe):
         ),
     ],
 )
-def test_another_recipe_is_refused_and_nothing_is_written(run, recipe, changes, words):
-    before = contents(run.folder)
+def test_another_recipe_is_refused_and_nothing_is_written(run, recipe, changes, differences):
+    before = read_contents(run.folder)
     for attempt in (Run.check, lambda folder, other: Run.create(folder, other, {}, CLASSES)):
-        sentence = refusal(attempt, run.folder, override_recipe(recipe, changes))
-        assert str(run.folder) in sentence
-        assert words in sentence
-    assert contents(run.folder) == before
+        message = get_refusal(attempt, run.folder, override_recipe(recipe, changes))
+        assert str(run.folder) in message
+        assert differences in message
+    assert read_contents(run.folder) == before
 
 
-def test_a_foreign_folder_is_refused_and_left_alone(tmp_path, recipe):
+def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path, recipe):
     (tmp_path / "thesis.tex").write_text("years of work")
-    before = contents(tmp_path)
-    assert "is not empty and holds no run" in refusal(Run.create, tmp_path, recipe, {}, CLASSES)
-    assert "is a file" in refusal(Run.create, tmp_path / "thesis.tex", recipe, {}, CLASSES)
-    assert "thesis.tex" in refusal(Run.create, tmp_path / "thesis.tex" / "run", recipe, {}, CLASSES)
-    assert contents(tmp_path) == before
+    before = read_contents(tmp_path)
+    assert "is not empty and holds no run" in get_refusal(Run.create, tmp_path, recipe, {}, CLASSES)
+    assert "is a file" in get_refusal(Run.create, tmp_path / "thesis.tex", recipe, {}, CLASSES)
+    assert "thesis.tex" in get_refusal(Run.create, tmp_path / "thesis.tex" / "run", recipe, {}, CLASSES)
+    assert read_contents(tmp_path) == before
 
 
-def test_an_empty_or_missing_folder_will_do(tmp_path, recipe):
+def test_an_empty_or_missing_folder_is_accepted(tmp_path, recipe):
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "a" / "b"):
         assert Run.create(folder, recipe, {}, CLASSES).recipe == recipe
 
 
-def test_a_folder_without_a_run_is_named(tmp_path):
-    assert str(tmp_path) in refusal(Run.load, tmp_path)
-    assert "nowhere" in refusal(Run.load, tmp_path / "nowhere")
-    assert str(tmp_path) in refusal(Run.load_newest, tmp_path)
+def test_a_refusal_names_a_folder_without_a_run(tmp_path):
+    assert str(tmp_path) in get_refusal(Run.load, tmp_path)
+    assert "nowhere" in get_refusal(Run.load, tmp_path / "nowhere")
+    assert str(tmp_path) in get_refusal(Run.load_newest, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"x = ", b"\xff\xfe"])
-def test_a_broken_recipe_in_a_run_is_named(run, recipe, content):
+def test_a_refusal_names_a_run_with_a_broken_recipe(run, recipe, content):
     (run.folder / "recipe.toml").write_bytes(content)
-    before = contents(run.folder)
-    assert str(run.folder) in refusal(Run.load, run.folder)
-    assert str(run.folder) in refusal(Run.check, run.folder, recipe)
-    assert contents(run.folder) == before
+    before = read_contents(run.folder)
+    assert str(run.folder) in get_refusal(Run.load, run.folder)
+    assert str(run.folder) in get_refusal(Run.check, run.folder, recipe)
+    assert read_contents(run.folder) == before
 
 
-def test_the_newest_run_is_the_one_worked_on_last(tmp_path, recipe):
+def test_the_newest_run_is_the_one_resumed_last(tmp_path, recipe):
     for number in range(3):
         Run.create(tmp_path / str(number), override_recipe(recipe, {"train.seed": number}), {}, CLASSES)
         os.utime(tmp_path / str(number) / "recipe.toml", (1000 + number, 1000 + number))
@@ -127,7 +127,7 @@ def test_the_newest_run_is_the_one_worked_on_last(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
-def test_a_run_killed_while_its_folder_is_made_can_begin_again(tmp_path, recipe, monkeypatch, written):
+def test_a_run_killed_while_its_folder_is_made_can_start_again(tmp_path, recipe, monkeypatch, written):
     files = []
 
     def kill(path, text):
@@ -147,12 +147,12 @@ def test_a_run_killed_while_its_folder_is_made_can_begin_again(tmp_path, recipe,
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
     write_atomically(path, "old")
 
     def fail(source, target):
-        assert Path(source).read_text() == "new"  # all of it is there before the name changes hands
+        assert Path(source).read_text() == "new"  # it is complete before it gets the name
         assert path.read_text() == "old"
         raise OSError("the disk is gone")
 
@@ -169,95 +169,95 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 # --- the journal ---------------------------------------------------------------------------------------------------
 
 
-def journal(folder, start, steps):
-    book = Journal(folder, start)
+def write_journal(folder, start, steps):
+    journal = Journal(folder, start)
     for step in steps:
-        book.write("train", step, loss=1 / step, note="words")
-    book.close()
+        journal.write("train", step, loss=1 / step, note="text")
+    journal.close()
 
 
-def steps_of(folder):
+def read_steps(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_journal_holds_one_line_a_step(run):
-    journal(run.folder, 0, range(1, 4))
+def test_a_journal_has_one_line_per_step(run):
+    write_journal(run.folder, 0, range(1, 4))
     assert [m["step"] for m in run.metrics()] == [1, 2, 3]
-    assert run.metrics()[1] == {"event": "train", "step": 2, "loss": 0.5, "note": "words"}
+    assert run.metrics()[1] == {"event": "train", "step": 2, "loss": 0.5, "note": "text"}
 
 
-def test_a_resumed_journal_forgets_what_came_after_its_step(run):
-    journal(run.folder, 0, range(1, 8))
-    journal(run.folder, 5, range(6, 9))
-    assert steps_of(run.folder) == [1, 2, 3, 4, 5, 6, 7, 8]
-    journal(run.folder, 0, [1])
-    assert steps_of(run.folder) == [1]
+def test_a_resumed_journal_drops_lines_after_its_step(run):
+    write_journal(run.folder, 0, range(1, 8))
+    write_journal(run.folder, 5, range(6, 9))
+    assert read_steps(run.folder) == [1, 2, 3, 4, 5, 6, 7, 8]
+    write_journal(run.folder, 0, [1])
+    assert read_steps(run.folder) == [1]
 
 
 @pytest.mark.parametrize("half", ['{"event": "train", "step": 5, "lo', '{"event": "eval", "step": 4}', "{", "\x00\x00"])
-def test_half_a_last_line_is_forgotten(run, half):
-    journal(run.folder, 0, range(1, 5))
+def test_an_incomplete_last_line_is_dropped(run, half):
+    write_journal(run.folder, 0, range(1, 5))
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write(half)
-    assert [m["step"] for m in run.metrics() if m["event"] == "train"] == [1, 2, 3, 4]  # readers meet it first
-    journal(run.folder, 4, [5])
-    assert steps_of(run.folder) == [1, 2, 3, 4, 5]
+    assert [m["step"] for m in run.metrics() if m["event"] == "train"] == [1, 2, 3, 4]  # readers may see it first
+    write_journal(run.folder, 4, [5])
+    assert read_steps(run.folder) == [1, 2, 3, 4, 5]
 
 
-def test_lines_are_on_disk_as_soon_as_written(run):
-    book = Journal(run.folder, 0)
-    book.write("train", 1, loss=1.0)
-    assert steps_of(run.folder) == [1]
-    book.close()
+def test_lines_are_on_disk_as_soon_as_they_are_written(run):
+    journal = Journal(run.folder, 0)
+    journal.write("train", 1, loss=1.0)
+    assert read_steps(run.folder) == [1]
+    journal.close()
 
 
-# --- the ledger ----------------------------------------------------------------------------------------------------
+# --- the timer -----------------------------------------------------------------------------------------------------
 
 
-def test_the_parts_of_a_ledger_sum_to_the_wall_time():
+def test_phases_sum_to_the_wall_time():
     before = time.perf_counter()
-    ledger = PhaseTimer()
-    began = time.perf_counter()
-    for part in ("train", "evaluate", "train"):
-        with ledger.measure(part):
+    timer = PhaseTimer()
+    after = time.perf_counter()
+    for phase in ("train", "evaluate", "train"):
+        with timer.measure(phase):
             time.sleep(0.01)
     time.sleep(0.02)
-    least = time.perf_counter() - began
-    parts = ledger.get_phases()
+    least = time.perf_counter() - after
+    phases = timer.get_phases()
     most = time.perf_counter() - before
-    assert least <= sum(parts.values()) <= most
-    assert parts["train"] >= 0.02
-    assert parts["evaluate"] >= 0.01
-    assert parts["other"] >= 0.02
-    assert set(parts) == {"train", "evaluate", "other"}
+    assert least <= sum(phases.values()) <= most
+    assert phases["train"] >= 0.02
+    assert phases["evaluate"] >= 0.01
+    assert phases["other"] >= 0.02
+    assert set(phases) == {"train", "evaluate", "other"}
 
 
-def test_time_is_booked_though_the_work_fails():
-    ledger = PhaseTimer()
-    with pytest.raises(ValueError, match="broken"), ledger.measure("train"):
+def test_time_is_counted_even_if_the_work_fails():
+    timer = PhaseTimer()
+    with pytest.raises(ValueError, match="broken"), timer.measure("train"):
         raise ValueError("broken")
-    assert ledger.get_phases()["train"] > 0
+    assert timer.get_phases()["train"] > 0
 
 
-def test_a_part_inside_another_is_booked_once_and_known_before_it_ends():
-    ledger = PhaseTimer()
-    with ledger.measure("train"):
+def test_a_phase_inside_another_is_counted_once_and_before_the_outer_one_ends():
+    timer = PhaseTimer()
+    with timer.measure("train"):
         time.sleep(0.01)
-        with ledger.measure("check"):
+        with timer.measure("check"):
             time.sleep(0.02)
         time.sleep(0.01)
-        parts = ledger.get_phases()
-    assert parts["train"] >= 0.02
-    assert parts["check"] >= 0.02
-    assert parts["other"] < 0.01
-    assert ledger.seconds["check"] == parts["check"]
+        phases = timer.get_phases()
+    assert phases["train"] >= 0.02
+    assert phases["check"] >= 0.02
+    assert phases["other"] < 0.01
+    assert timer.seconds["check"] == phases["check"]
 
 
 # --- the scan of a data set ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
+def test_a_scan_reports_its_progress(terminal, monkeypatch):
     monkeypatch.setattr(counter, "LINE_INTERVAL_S", 0)
     shown = io.StringIO()
     with counter.show_progress(Console(file=shown, force_terminal=terminal, width=100), "indexing") as tell:
@@ -266,8 +266,8 @@ def test_a_scan_tells_how_far_it_is(terminal, monkeypatch):
     assert ("1200/5000" if terminal else "indexing pictures: 1,200 of 5,000\n") in shown.getvalue()
 
 
-def test_a_library_that_is_only_on_the_path_has_no_version_and_stops_nothing(monkeypatch):
+def test_a_library_that_is_only_on_the_path_has_no_version(monkeypatch):
     monkeypatch.setattr(environment, "LIBRARIES", ("numpy", "a-package-that-nobody-installed"))
-    found = environment.list_library_versions()
-    assert found["a-package-that-nobody-installed"] == "not installed"
-    assert found["numpy"] == np.__version__
+    versions = environment.list_library_versions()
+    assert versions["a-package-that-nobody-installed"] == "not installed"
+    assert versions["numpy"] == np.__version__
