@@ -1,4 +1,4 @@
-"""The network for seconds and its recipe: what each part is, and that all of it learns, resumes and is used alike."""
+"""CifarNet and its recipe: what each part computes, and that it learns, resumes and is evaluated consistently."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from rich.console import Console
 from podscale import pod
 from podscale import recipe as recipes
 from podscale.config.options import Options
-from podscale.config.stop_condition import Until
+from podscale.config.stop_condition import StopCondition
 from podscale.errors import UserError
 from podscale.export import inference, write
 from podscale.models import cifarnet, registry
@@ -32,31 +32,31 @@ SIZE, CLASSES, TRAIN, VAL = 12, 4, 600, 150
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """An .npz file: broad and narrow stripes, down and across, in any colour, at any place, under noise."""
+def stripes(tmp_path_factory):
+    """An .npz file of wide and narrow stripes, vertical and horizontal, of random color and phase, with noise."""
     random = np.random.default_rng(0)
     y, x = np.mgrid[:SIZE, :SIZE]
-    ways = np.stack([x / 3, y / 3, x / 6, y / 6])
+    phases = np.stack([x / 3, y / 3, x / 6, y / 6])
 
-    def drawn(n):
+    def sample(n):
         labels = np.arange(n) % CLASSES
-        waves = np.sin(2 * np.pi * ways[labels] + random.uniform(0, 7, (n, 1, 1)))[..., None]
-        colours = random.uniform(20, 60, (n, 1, 1, 3)) * random.choice([-1, 1], (n, 1, 1, 1))
-        noisy = 128 + waves * colours + random.normal(0, 15, (n, SIZE, SIZE, 3))
+        waves = np.sin(2 * np.pi * phases[labels] + random.uniform(0, 7, (n, 1, 1)))[..., None]
+        colors = random.uniform(20, 60, (n, 1, 1, 3)) * random.choice([-1, 1], (n, 1, 1, 1))
+        noisy = 128 + waves * colors + random.normal(0, 15, (n, SIZE, SIZE, 3))
         return noisy.clip(0, 255).astype(np.uint8), labels.astype(np.int64)
 
     names = ("train_images", "train_labels", "test_images", "test_labels")
-    arrays = dict(zip(names, (*drawn(TRAIN), *drawn(VAL)), strict=True))
+    arrays = dict(zip(names, (*sample(TRAIN), *sample(VAL)), strict=True))
     path = tmp_path_factory.mktemp("stripes") / "stripes.npz"
     np.savez(path, **arrays)
     return path, arrays
 
 
 @pytest.fixture(scope="module")
-def recipe(pictures):
-    """cifar10-fast, made small; rates of what SGD moves grow with the batch, the head's with its inputs, too."""
+def recipe(stripes):
+    """A small cifar10-fast; SGD's learning rates grow with the batch, that of the head also with its inputs."""
     changes = {
-        "data.path": str(pictures[0]),
+        "data.path": str(stripes[0]),
         "data.image_size": SIZE,
         "data.classes": CLASSES,
         "data.eval_views": 1,
@@ -70,127 +70,132 @@ def recipe(pictures):
         "schedule.bias_peak": 5,
         "schedule.head_peak": 40,
     }
-    return recipes.override(recipes.load("cifar10-fast"), changes)
+    return recipes.override_recipe(recipes.load_recipe("cifar10-fast"), changes)
 
 
-def torus(shape="1x2"):
-    return pod.of(jax.devices(), shape)
+def make_torus(shape="1x2"):
+    return pod.make_pod(jax.devices(), shape)
 
 
 @pytest.fixture(scope="module")
 def trained(recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cifarnet") / "run"
     options = Options(cache="device")
-    return folder, loop.train(recipe, pod=torus(), folder=folder, options=options, console=QUIET)
+    return folder, loop.train(recipe, pod=make_torus(), folder=folder, options=options, console=QUIET)
 
 
-def states(folder, recipe):
-    """Of the run's first job and of its newest checkpoint."""
-    found = setup.prepare(recipe, torus())
+def load_states(folder, recipe):
+    """Return the initial state of a run and that of its newest checkpoint."""
+    prepared = setup.prepare(recipe, make_torus())
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-        return jax.device_get((setup.fitted(found).state, checkpoints.restore(checkpoints.newest(), found.state)))
+        return jax.device_get(
+            (setup.fit_model(prepared).state, checkpoints.restore(checkpoints.newest(), prepared.state))
+        )
 
 
 # --- the network -------------------------------------------------------------------------------------------------
 
 
-def test_whitened_patches_have_no_correlation_and_one_strength(pictures):
-    images = (pictures[1]["train_images"] / np.float32(255) - np.float32(0.5)) / np.float32(0.25)
-    filters = cifarnet.whitening(images)
+def test_whitened_patches_are_uncorrelated_with_equal_variance(stripes):
+    images = (stripes[1]["train_images"] / np.float32(255) - np.float32(0.5)) / np.float32(0.25)
+    filters = cifarnet.compute_whitening_filters(images)
     corners = [(y, x) for y in range(2) for x in range(2)]
     parts = [images[:, y : y + SIZE - 1, x : x + SIZE - 1] for y, x in corners]
     patches = np.concatenate(parts, axis=3).reshape(-1, 12).astype(np.float64)
-    found = (patches @ filters.T).T @ (patches @ filters.T) / len(patches)
-    assert np.abs(found - np.diag(np.diag(found))).max() < 1e-9
-    variances = 1 / (filters**2).sum(axis=1) - cifarnet.FAINT
-    np.testing.assert_allclose(np.diag(found), variances / (variances + cifarnet.FAINT), rtol=1e-6)
+    covariance = (patches @ filters.T).T @ (patches @ filters.T) / len(patches)
+    assert np.abs(covariance - np.diag(np.diag(covariance))).max() < 1e-9
+    variances = 1 / (filters**2).sum(axis=1) - cifarnet.VARIANCE_EPSILON
+    np.testing.assert_allclose(np.diag(covariance), variances / (variances + cifarnet.VARIANCE_EPSILON), rtol=1e-6)
     assert (np.diff(variances) <= 0).all()
 
 
-def test_the_first_layer_holds_either_sign_of_every_filter():
+def test_first_layer_holds_both_signs_of_every_filter():
     layer = cifarnet.Whitening("float32", nnx.Rngs(0))
     images = np.random.default_rng(0).normal(size=(50, 9, 9, 3)).astype(np.float32)
     layer.fit(images)
     kernel = np.asarray(layer.kernel[...])
     np.testing.assert_array_equal(kernel[..., :12], -kernel[..., 12:])
-    np.testing.assert_allclose(kernel[..., :12].reshape(12, 12).T, cifarnet.whitening(images), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        kernel[..., :12].reshape(12, 12).T, cifarnet.compute_whitening_filters(images), rtol=1e-5, atol=1e-6
+    )
 
 
-def test_convolutions_begin_as_the_identity_as_far_as_they_can():
+def test_convolutions_start_as_the_identity_as_far_as_they_have_channels():
     group = cifarnet.Group(6, 10, precision="float32", rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 5, 6)), jnp.float32)
     y = group.conv1(x)
     np.testing.assert_allclose(y[..., :6], x, atol=1e-5)
-    drawn = np.asarray(cifarnet.Group(24, 100, precision="float32", rngs=nnx.Rngs(0)).conv1.kernel[...])[..., 24:]
-    assert drawn.std() == pytest.approx(1 / np.sqrt(27 * 24), rel=0.03)
+    random = np.asarray(cifarnet.Group(24, 100, precision="float32", rngs=nnx.Rngs(0)).conv1.kernel[...])[..., 24:]
+    assert random.std() == pytest.approx(1 / np.sqrt(27 * 24), rel=0.03)
 
 
-def test_halving_is_the_maximum_of_windows_and_so_is_its_gradient():
+def test_max_pool_and_its_gradient_match_flax():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6, 3)), jnp.float32)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 3, 3)), jnp.float32)
 
-    def by(pool):
+    def differentiate(pool):
         return jax.value_and_grad(lambda x: (pool(x) * weights).sum())(x)
 
-    for found, wanted in zip(by(cifarnet.halved), by(lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2))), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    tied = jax.grad(lambda x: cifarnet.halved(x).sum())(jnp.ones((1, 2, 2, 1)))
-    np.testing.assert_array_equal(tied.ravel(), [1, 0, 0, 0])  # all of it to the first
+    expected = differentiate(lambda x: nnx.max_pool(x, (2, 2), strides=(2, 2)))
+    for a, b in zip(differentiate(cifarnet.max_pool_2x2), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    tied = jax.grad(lambda x: cifarnet.max_pool_2x2(x).sum())(jnp.ones((1, 2, 2, 1)))
+    np.testing.assert_array_equal(tied.ravel(), [1, 0, 0, 0])  # all of it goes to the first
 
 
 @pytest.mark.parametrize("side", [6, 7])
-def test_what_halving_leaves_out_is_not_computed(side):
+def test_convolution_skips_what_max_pooling_discards(side):
     conv = cifarnet.Group(3, 5, precision="float32", rngs=nnx.Rngs(0)).conv1
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, side, side, 3)), jnp.float32)
-    np.testing.assert_allclose(cifarnet._even_part(conv, x), conv(x)[:, :6, :6], atol=1e-6)
+    np.testing.assert_allclose(cifarnet._convolve_even_part(conv, x), conv(x)[:, :6, :6], atol=1e-6)
 
 
-def test_gelu_is_flaxs_and_so_is_its_gradient():
+def test_gelu_and_its_gradient_match_flax():
     x = jnp.linspace(-4, 4, 101)
     np.testing.assert_allclose(cifarnet.gelu(x), nnx.gelu(x), atol=1e-7)
     np.testing.assert_allclose(jax.vmap(jax.grad(cifarnet.gelu))(x), jax.vmap(jax.grad(nnx.gelu))(x), atol=1e-6)
 
 
-def test_it_has_two_million_parameters_and_no_scales():
-    model = nnx.eval_shape(lambda: registry.build(recipes.load("cifar10-fast").model, 10, 32))
+def test_network_has_two_million_parameters_and_no_scales():
+    model = nnx.eval_shape(lambda: registry.build_model(recipes.load_recipe("cifar10-fast").model, 10, 32))
     names = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))) == 1_971_640
     assert {path[-1] for path in names} == {"kernel", "bias"}
 
 
-def test_pictures_that_are_too_small_are_refused():
+def test_images_that_are_too_small_are_refused():
     with pytest.raises(UserError, match="image_size 8 does not fit cifarnet, which needs at least 9"):
-        registry.build(recipes.Model(name="cifarnet"), 10, 8)
+        registry.build_model(recipes.Model(name="cifarnet"), 10, 8)
 
 
 # --- the recipe --------------------------------------------------------------------------------------------------
 
 
-def test_it_learns(trained):
+def test_network_learns(trained):
     assert trained[1]["steps"] == 24
     assert trained[1]["accuracy"] > 0.9
 
 
-def test_the_whitening_is_of_the_training_pictures_and_stays_while_its_bias_learns_at_first(trained, recipe, pictures):
-    first, last = (state.params["layers"] for state in states(trained[0], recipe))
-    images = pictures[1]["train_images"] / np.float32(255)
+def test_whitening_fits_the_training_images_and_stays_while_its_bias_learns_at_first(trained, recipe, stripes):
+    first, last = (state.params["layers"] for state in load_states(trained[0], recipe))
+    images = stripes[1]["train_images"] / np.float32(255)
     mean, std = (np.asarray(value, np.float32) for value in (recipe.data.mean, recipe.data.std))
-    filters = cifarnet.whitening((images - mean) / std)
+    filters = cifarnet.compute_whitening_filters((images - mean) / std)
     np.testing.assert_allclose(first[0]["kernel"][..., :12].reshape(12, 12).T, filters, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(first[0]["kernel"], last[0]["kernel"])
     assert np.abs(first[0]["bias"]).max() == 0 < np.abs(last[0]["bias"]).max()
-    middle = states_at(trained[0], recipe, 12).params["layers"]
+    middle = load_state(trained[0], recipe, 12).params["layers"]
     np.testing.assert_array_equal(middle[0]["bias"], last[0]["bias"])  # an epoch is 6 updates
     assert np.abs(middle[1]["norm1"]["bias"] - last[1]["norm1"]["bias"]).max() > 0
 
 
-def states_at(folder, recipe, number):
+def load_state(folder, recipe, number):
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-        return jax.device_get(checkpoints.restore(number, setup.prepare(recipe, torus()).state))
+        return jax.device_get(checkpoints.restore(number, setup.prepare(recipe, make_torus()).state))
 
 
 def test_muon_keeps_the_norms_of_kernels(trained, recipe):
-    _, last = states(trained[0], recipe)
+    _, last = load_states(trained[0], recipe)
     for group in (1, 2, 3):
         for name in ("conv1", "conv2"):
             kernel = last.params["layers"][group][name]["kernel"]
@@ -198,46 +203,46 @@ def test_muon_keeps_the_norms_of_kernels(trained, recipe):
 
 
 @pytest.mark.slow
-def test_it_resumes_to_the_same_bits(trained, recipe, tmp_path):
-    """From the middle, on the same pod, its pictures now on the host."""
+def test_resume_is_bit_identical(trained, recipe, tmp_path):
+    """Resumes from the middle, on the same pod, with its images now on the host."""
     options = Options(cache="none")
     stopped = loop.train(
-        recipe, pod=torus(), folder=tmp_path, options=options, until=Until("accuracy", 0.0), console=QUIET
+        recipe, pod=make_torus(), folder=tmp_path, options=options, until=StopCondition("accuracy", 0.0), console=QUIET
     )
     assert stopped["steps"] == 12
-    loop.train(recipe, pod=torus(), folder=tmp_path, options=options, console=QUIET)
-    one, other = (states(folder, recipe)[1] for folder in (trained[0], tmp_path))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+    loop.train(recipe, pod=make_torus(), folder=tmp_path, options=options, console=QUIET)
+    first, second = (load_states(folder, recipe)[1] for folder in (trained[0], tmp_path))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 # --- views -------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_prediction_and_export_average_over_the_same_views(trained, recipe, pictures, tmp_path):
+def test_evaluation_prediction_and_export_average_over_the_same_views(trained, stripes, tmp_path):
     run = Run.load(trained[0])
-    several = run.recipe.override({"data.eval_views": 6})
-    seen = Run(run.folder, several)
-    images, labels = pictures[1]["test_images"], pictures[1]["test_labels"]
-    found = load_trained(seen, "newest")
-    shares = augment.views(jnp.asarray(images), 6)
-    logits = [found.net.evaluate(found.params, found.stats, augment.normalize(several, v)) for _, v in shares]
-    wanted = jax.nn.softmax(sum(share * answer for (share, _), answer in zip(shares, logits, strict=True)))
-    probabilities = step.predictor(found.net, several)(found.params, found.stats, images)
-    np.testing.assert_allclose(probabilities, wanted, atol=1e-5)
-    right = (np.asarray(wanted).argmax(1) == labels).mean()
-    assert inference.evaluate(seen, torus(), which="newest")["accuracy"] == pytest.approx(right)
+    recipe = run.recipe.override({"data.eval_views": 6})
+    run_with_views = Run(run.folder, recipe)
+    images, labels = stripes[1]["test_images"], stripes[1]["test_labels"]
+    model = load_trained(run_with_views, "newest")
+    views = augment.make_views(jnp.asarray(images), 6)
+    logits = [model.net.evaluate(model.params, model.stats, augment.normalize(recipe, v)) for _, v in views]
+    expected = jax.nn.softmax(sum(weight * logit for (weight, _), logit in zip(views, logits, strict=True)))
+    probabilities = step.make_predictor(model.net, recipe)(model.params, model.stats, images)
+    np.testing.assert_allclose(probabilities, expected, atol=1e-5)
+    accuracy = (np.asarray(expected).argmax(1) == labels).mean()
+    assert inference.evaluate(run_with_views, make_torus(), which="newest")["accuracy"] == pytest.approx(accuracy)
     Image.fromarray(images[3]).save(tmp_path / "three.png")
-    top = inference.predict(seen, [tmp_path / "three.png"], "newest")[0]["top"][0]
-    assert top["class"] == str(wanted[3].argmax())
-    assert top["probability"] == pytest.approx(float(wanted[3].max()), abs=1e-5)
-    write.export_model(seen, tmp_path / "net.stablehlo", which="newest")
-    np.testing.assert_allclose(_exported(tmp_path / "net.stablehlo")(images), wanted, atol=1e-4)
+    top = inference.predict(run_with_views, [tmp_path / "three.png"], "newest")[0]["top"][0]
+    assert top["class"] == str(expected[3].argmax())
+    assert top["probability"] == pytest.approx(float(expected[3].max()), abs=1e-5)
+    write.export_model(run_with_views, tmp_path / "net.stablehlo", which="newest")
+    np.testing.assert_allclose(load_exported(tmp_path / "net.stablehlo")(images), expected, atol=1e-4)
     with pytest.raises(UserError, match="ONNX is written for ResNets, not for a CifarNet"):
-        write.export_model(seen, tmp_path / "net.onnx")
+        write.export_model(run_with_views, tmp_path / "net.onnx")
 
 
-def _exported(path):
+def load_exported(path):
     import zipfile
 
     from jax import export as jax_export
@@ -250,7 +255,7 @@ def _exported(path):
 
 
 @pytest.mark.slow
-def test_the_benchmark_times_several_seeds_by_one_program(recipe):
+def test_benchmark_times_several_seeds_with_one_program(recipe):
     fields = {"data": ("image_size", "classes"), "model": ("width", "precision"), "batch": ("size", "span")}
     fields |= {"schedule": ("bias_peak", "head_peak", "stem_epochs"), "train": ("epochs",)}
     settings = [f"{name}.{f}={getattr(getattr(recipe, name), f)}" for name, all_ in fields.items() for f in all_]

@@ -1,29 +1,42 @@
-"""How a matrix product is cut for a GPU's shared memory: tiles of rows, boxes of channels, and rings of boxes."""
+"""How a matrix product is divided for a GPU's shared memory: tiles of rows, boxes of channels, and rings of boxes."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-ROWS, HALF, BOX = 128, 64, 64  # of a tile, of a warpgroup's share of it; channels of a box
-WIDEST, PART = 256, 128  # columns that a product has at most; those of a part where there are more
-BLOCKS = 132  # that run at the same time
-SHARED_BYTES = 225 * 1024  # of a Hopper GPU's multiprocessor
-SCRATCH_BYTES = 2048  # of these, the compiler's own
+ROWS, HALF, BOX = 128, 64, 64  # rows of a tile, rows of a warpgroup's half of it, channels of a box
+WIDEST, PART = 256, 128  # columns of a product at most, and of each of its parts where there are more
+BLOCKS = 132  # blocks that run at the same time: one per multiprocessor
+SHARED_BYTES = 225 * 1024  # shared memory of a Hopper GPU's multiprocessor
+SCRATCH_BYTES = 2048  # the compiler's share of it
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a product is cut and how many boxes each ring holds."""
+class Blocking:
+    """How a product is divided, and how many boxes each ring holds.
+
+    Attributes:
+        groups: batch-norm groups.
+        tiles: tiles of a group.
+        steps: boxes of the depth.
+        part: columns of a part.
+        parts: parts of the columns.
+        left_arrays: arrays of the left side: p, q.
+        extras: arrays that finish the result: add, mask, other.
+        sums: sums of the result to compute.
+        computes_left: whether the left side is computed, or is p as it is.
+        kernel_gradient: whether the gradient by the kernel is computed along the way, and the left side not stored.
+    """
 
     groups: int
-    tiles: int  # of a group
-    steps: int  # boxes of the depth
-    part: int  # columns of a part
+    tiles: int
+    steps: int
+    part: int
     parts: int
-    lefts: int  # arrays of the left side: p, q
-    extras: int  # arrays that finish the result: add, mask, other
-    sums: int  # kinds of them
-    computed: bool  # whether the left side is computed, or p as it is
-    weighed: bool = False  # whether the gradient by the kernel is computed on the way, and the left side not kept
+    left_arrays: int
+    extras: int
+    sums: int
+    computes_left: bool
+    kernel_gradient: bool = False
     left_ring: int = 3
     kernel_ring: int = 3
     extra_ring: int = 2
@@ -31,56 +44,70 @@ class Cut:
 
     @property
     def blocks(self) -> int:
-        """Of a group."""
+        """Blocks of a group."""
         return max(1, min(self.tiles, BLOCKS // self.groups))
 
     @property
-    def kept(self) -> int:
-        """Boxes of the computed left side: all of them, if several products need them."""
-        return self.steps if self.parts > 1 or self.weighed else 2
+    def left_boxes(self) -> int:
+        """Boxes of the computed left side in shared memory: all of them, if several products need them."""
+        return self.steps if self.parts > 1 or self.kernel_gradient else 2
 
     @property
-    def leaving(self) -> int:
+    def pending_stores(self) -> int:
         """Boxes of the result that may still be on their way out when the next one is put together."""
         return 0 if self.part // BOX % self.result_ring else self.result_ring - 1
 
     @property
     def bytes(self) -> int:
+        """Shared memory that a block needs."""
         box = ROWS * BOX * 2
-        left = self.left_ring * self.lefts * box + (self.kept * box if self.computed else 0)
+        left = self.left_ring * self.left_arrays * box + (self.left_boxes * box if self.computes_left else 0)
         right = self.kernel_ring * BOX * self.part * 2
         result = (self.result_ring + self.extra_ring * self.extras) * box
         vectors = 4 * (3 * self.steps * BOX + 2 * self.sums * self.part * self.parts)
         return left + right + result + vectors + SCRATCH_BYTES
 
 
-def cut(
+def choose_blocking(
     rows: int,
     groups: int,
     depth: int,
     columns: int,
-    lefts: int,
+    left_arrays: int,
     extras: int,
     sums: int,
-    computed: bool,
-    weighed: bool = False,
-) -> Cut | None:
-    """The cut of a product, or None where none fits: rows or channels that boxes do not divide, too many of them."""
+    computes_left: bool,
+    kernel_gradient: bool = False,
+) -> Blocking | None:
+    """Return the blocking of a product with the largest rings that fit shared memory.
+
+    Returns:
+        None where there is none: boxes do not divide rows or channels, or there are too many channels.
+    """
     if rows % (groups * ROWS) or depth % BOX or columns % BOX:
         return None
-    if weighed and depth * columns > BOX * WIDEST:  # more sums than registers
+    if kernel_gradient and depth * columns > BOX * WIDEST:  # more sums than registers
         return None
-    part = BOX if weighed else columns if columns <= WIDEST else PART
-    if columns % part or (columns > part and not computed):
+    part = BOX if kernel_gradient else columns if columns <= WIDEST else PART
+    if columns % part or (columns > part and not computes_left):
         return None
-    found = Cut(
-        groups, rows // groups // ROWS, depth // BOX, part, columns // part, lefts, extras, sums, computed, weighed
+    blocking = Blocking(
+        groups=groups,
+        tiles=rows // groups // ROWS,
+        steps=depth // BOX,
+        part=part,
+        parts=columns // part,
+        left_arrays=left_arrays,
+        extras=extras,
+        sums=sums,
+        computes_left=computes_left,
+        kernel_gradient=kernel_gradient,
     )
-    leaner: list[dict[str, Any]] = [{"kernel_ring": 2}, {"left_ring": 2}, {"extra_ring": 1}, {"result_ring": 1}]
-    if computed:
-        leaner += [{"left_ring": 1}, {"part": BOX, "parts": columns // BOX}]
-    for change in [{}, *leaner]:
-        found = replace(found, **change)
-        if found.bytes <= SHARED_BYTES:
-            return found
+    reductions: list[dict[str, Any]] = [{"kernel_ring": 2}, {"left_ring": 2}, {"extra_ring": 1}, {"result_ring": 1}]
+    if computes_left:
+        reductions += [{"left_ring": 1}, {"part": BOX, "parts": columns // BOX}]
+    for change in [{}, *reductions]:
+        blocking = replace(blocking, **change)
+        if blocking.bytes <= SHARED_BYTES:
+            return blocking
     return None

@@ -1,13 +1,15 @@
-"""A layer from one convolution's raw output to the next one's: normalize, add, rectify, convolve, count.
+"""A layer from one convolution's raw output to the next one's: normalize, add, rectify, convolve, sum.
 
-A network that is written so touches its large arrays as seldom as the order of its sums allows. A convolution leaves
-its output as it is, with the sums over each batch-norm group beside it; what normalizes it is a factor and an offset a
-channel (`norm.py`), which the next layer applies while it loads. Backward it is the same: a layer leaves the gradient
-by what it rectified, `g`, and the sums over groups of g and of g times its input. From these batch norm's own gradient
-is a factor, an offset and a slope a channel, which the layer before applies while it loads.
+A network of such layers reads and writes its large arrays as seldom as the order of its sums allows. A convolution
+leaves its output raw, with the sums over each batch-norm group beside it. What normalizes it is a factor and an offset
+per channel (`parallel/batch_norm.py`), which the next layer applies while it loads. The backward pass works the same
+way: a layer leaves the gradient by what it rectified, `g`, and the sums over groups of g and of g times its input. From
+these, the gradient through batch norm is a factor, an offset and a slope per channel, which the previous layer applies
+while it loads.
 
-So the gradient by a raw output travels in parts: as g, and as a factor that stands in the place of the gradient by
-`Raw.factor`, a one that nobody uses forward. Whoever takes a `Raw` must take its factor with it.
+So the gradient by a raw output travels in two parts: as g, and as a factor in the place of the gradient by
+`RawOutput.factor`, an array of ones that the forward pass does not use. A function that takes a `RawOutput` must
+differentiate by its factor as well.
 """
 
 from dataclasses import dataclass
@@ -18,140 +20,178 @@ import jax
 import jax.numpy as jnp
 
 from podscale.kernels import pointwise, reference
-from podscale.kernels.shape import Shape
+from podscale.kernels.layer_spec import LayerSpec
 
 Array = jax.Array
-Affine = tuple[Array, Array] | tuple[()]  # what a channel is multiplied by, and what is added: [groups, channels] each
+Affine = tuple[Array, Array] | tuple[()]  # factor and offset of each channel, [groups, channels] each; empty: neither
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "sums", "factor"), meta_fields=())
 @dataclass(frozen=True)
-class Raw:
-    """A convolution's output before its batch norm."""
+class RawOutput:
+    """A convolution's output before its batch norm.
+
+    Attributes:
+        values: [images, height, width, channels].
+        sums: of the values and of their squares, over this device's part of each group: [2, groups, channels].
+        factor: ones; the gradient by the values is a product, and its factor is the "gradient" by this.
+    """
 
     values: Array
-    sums: (
-        Array | None
-    )  # of the values and of their squares, over this device's part of each group: [2, groups, channels]
-    factor: Array  # ones; the gradient by the values is a product, and this is where its factor comes
+    sums: Array | None
+    factor: Array
 
 
-def layer(
-    shape: Shape, x: Raw | Array, affine: Affine, rest: Raw | Array | None, rest_affine: Affine, kernel: Array
-) -> tuple[Array, Raw]:
-    """conv(y) for y = relu(x · a + b + rest · rest_a + rest_b), and y itself; y = x where there is no a and b.
+# --- the layer -----------------------------------------------------------------------------------------------------
 
-    `rest` may be raw, or an array that is added as it is, or nothing. `y` has a gradient only if the shape keeps it.
+
+def apply_layer(
+    spec: LayerSpec,
+    x: RawOutput | Array,
+    affine: Affine,
+    shortcut: RawOutput | Array | None,
+    shortcut_affine: Affine,
+    kernel: Array,
+) -> tuple[Array, RawOutput]:
+    """Return y = relu(x · a + b + shortcut · shortcut_a + shortcut_b), and conv(y).
+
+    Args:
+        spec: the layer.
+        x: the raw output of the previous convolution, or an array that is already rectified.
+        affine: a and b; empty: y = x.
+        shortcut: a raw output, an array that is added as it is, or None.
+        shortcut_affine: factor and offset of a raw shortcut.
+        kernel: [height, width, inputs, outputs].
+
+    Returns:
+        y, which has a gradient only if `spec.keep_input`, and its raw convolution.
     """
-    x_values, x_factor = (x.values, x.factor) if isinstance(x, Raw) else (x, None)
-    rest_values, rest_factor = (rest.values, rest.factor) if isinstance(rest, Raw) else (rest, None)
+    x_values, x_factor = (x.values, x.factor) if isinstance(x, RawOutput) else (x, None)
+    shortcut_values, shortcut_factor = _unpack(shortcut)
     kernel = kernel.astype(x_values.dtype)
-    y, z, sums, factor = _layer(shape, x_values, x_factor, affine, rest_values, rest_factor, rest_affine, kernel)
-    return y, Raw(z, sums, factor)
+    y, z, sums, factor = _apply_layer(
+        spec, x_values, x_factor, affine, shortcut_values, shortcut_factor, shortcut_affine, kernel
+    )
+    return y, RawOutput(z, sums, factor)
+
+
+def _unpack(shortcut: RawOutput | Array | None) -> tuple[Array | None, Array | None]:
+    return (shortcut.values, shortcut.factor) if isinstance(shortcut, RawOutput) else (shortcut, None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer(
-    shape: Shape,
+def _apply_layer(
+    spec: LayerSpec,
     x: Array,
     x_factor: Array | None,
     affine: Affine,
-    rest: Array | None,
-    rest_factor: Array | None,
-    rest_affine: Affine,
+    shortcut: Array | None,
+    shortcut_factor: Array | None,
+    shortcut_affine: Affine,
     kernel: Array,
 ) -> Any:
-    return _forward(shape, x, x_factor, affine, rest, rest_factor, rest_affine, kernel)[0]
+    return _apply_layer_forward(spec, x, x_factor, affine, shortcut, shortcut_factor, shortcut_affine, kernel)[0]
 
 
-def _forward(shape: Shape, *given: Any) -> Any:
-    x, _, affine, rest, _, rest_affine, kernel = given
-    inputs = shape, x, affine, rest, rest_affine, kernel
-    found = pointwise.forward(*inputs) if pointwise.fits(shape, x, kernel) else None
-    y, z, sums = found or reference.forward(*inputs)
-    saved = x if affine else None, y, rest if rest_affine else None, z, affine, rest_affine, kernel
-    return (y, z, sums, _ones(shape.groups, z)), (saved, () if rest is None else ((),))
+def _apply_layer_forward(spec: LayerSpec, *arguments: Any) -> Any:
+    x, _, affine, shortcut, _, shortcut_affine, kernel = arguments
+    inputs = spec, x, affine, shortcut, shortcut_affine, kernel
+    outputs = pointwise.forward(*inputs) if pointwise.can_use_kernel(spec, x, kernel) else None
+    y, z, sums = outputs or reference.forward(*inputs)
+    saved = x if affine else None, y, shortcut if shortcut_affine else None, z, affine, shortcut_affine, kernel
+    return (y, z, sums, _make_unit_factor(spec.groups, z)), (saved, () if shortcut is None else ((),))
 
 
-def _backward(shape: Shape, kept: Any, cotangents: Any) -> Any:
-    (x, y, rest, z, affine, rest_affine, kernel), added = kept  # `added` has a length, and no numbers
+def _apply_layer_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> Any:
+    # `added` is nonempty if there was a shortcut; it holds no array.
+    (x, y, shortcut, z, affine, shortcut_affine, kernel), added = residuals
     dy, dz, dsums, factor = cotangents
     offset, slope = (None, None) if dsums is None else (dsums[0], 2 * dsums[1])
-    saved, by_z = (y if x is None else x, y, rest, z), (factor, offset, slope)
-    dy = dy if shape.keeps else None
-    inputs = shape, saved, affine, kernel, dz, by_z, dy
-    found = pointwise.backward(*inputs) if pointwise.fits(shape, y, kernel) else None
-    if found:
-        g, dkernel, sums, whole = found
-        if whole is not None:
-            (dkernel,) = jax.vjp(lambda kernel: reference.convolved(shape, y, kernel), kernel)[1](whole)
+    saved, dz_terms = (y if x is None else x, y, shortcut, z), (factor, offset, slope)
+    dy = dy if spec.keep_input else None
+    inputs = spec, saved, affine, kernel, dz, dz_terms, dy
+    gradients = pointwise.backward(*inputs) if pointwise.can_use_kernel(spec, y, kernel) else None
+    if gradients:
+        g, dkernel, sums, whole_dz = gradients
+        if whole_dz is not None:
+            (dkernel,) = jax.vjp(lambda kernel: reference.convolve(spec, y, kernel), kernel)[1](whole_dz)
     else:
         g, dkernel, sums = reference.backward(*inputs)
     if not affine:
         return g, None, (), None, None, (), dkernel
     by_affine = (sums[1], sums[0])
-    by_rest = (g, rest_affine[0], (sums[2], sums[0])) if rest_affine else (g if added else None, None, ())
-    return g, affine[0], by_affine, *by_rest, dkernel
+    by_shortcut = (g, shortcut_affine[0], (sums[2], sums[0])) if shortcut_affine else (g if added else None, None, ())
+    return g, affine[0], by_affine, *by_shortcut, dkernel
 
 
-_layer.defvjp(_forward, _backward)
+_apply_layer.defvjp(_apply_layer_forward, _apply_layer_backward)
 
 
-def _ones(groups: int, z: Array) -> Array:
+def _make_unit_factor(groups: int, z: Array) -> Array:
     return jnp.ones((groups, z.shape[-1]), jnp.promote_types(z.dtype, jnp.float32))
 
 
-# --- where something else than these layers comes before or after ------------------------------------------------
+# --- entry: from an ordinary convolution to fused layers -----------------------------------------------------------
 
 
-def raw(groups: int, z: Array, *, counts: bool) -> Raw:
-    """What any convolution has put out, with its sums."""
-    return Raw(*_counted(groups, z)) if counts else Raw(z, None, _ones(groups, z))
+def make_raw_output(groups: int, z: Array, *, output_sums: bool) -> RawOutput:
+    """Return the output of any convolution as a raw output, with its sums if these are needed."""
+    return RawOutput(*_attach_sums(groups, z)) if output_sums else RawOutput(z, None, _make_unit_factor(groups, z))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _counted(groups: int, z: Array) -> tuple[Array, Array, Array]:
-    return z, reference.counted(Shape(groups), z), _ones(groups, z)
+def _attach_sums(groups: int, z: Array) -> tuple[Array, Array, Array]:
+    return z, reference.compute_sums(LayerSpec(groups), z), _make_unit_factor(groups, z)
 
 
-def _counted_backward(groups: int, z: Array, cotangents: Any) -> tuple[Array]:
+def _attach_sums_backward(groups: int, z: Array, cotangents: Any) -> tuple[Array]:
     dz, dsums, factor = cotangents
-    return (reference.settled(dz, z, (factor, dsums[0], 2 * dsums[1])),)
+    return (reference.combine_gradient(dz, z, (factor, dsums[0], 2 * dsums[1])),)
 
 
-_counted.defvjp(lambda groups, z: (_counted(groups, z), z), _counted_backward)
+_attach_sums.defvjp(lambda groups, z: (_attach_sums(groups, z), z), _attach_sums_backward)
 
 
-def activation(groups: int, x: Raw, affine: Affine, rest: Raw | Array | None = None, rest_affine: Affine = ()) -> Array:
-    """relu(x · a + b + rest · rest_a + rest_b), for what comes after it and is no convolution."""
-    rest_values, rest_factor = (rest.values, rest.factor) if isinstance(rest, Raw) else (rest, None)
-    return _activation(groups, x.values, x.factor, affine, rest_values, rest_factor, rest_affine)
+# --- exit: from fused layers to an ordinary layer ------------------------------------------------------------------
+
+
+def activate(
+    groups: int,
+    x: RawOutput,
+    affine: Affine,
+    shortcut: RawOutput | Array | None = None,
+    shortcut_affine: Affine = (),
+) -> Array:
+    """Return relu(x · a + b + shortcut · shortcut_a + shortcut_b), for a next layer that is no convolution."""
+    shortcut_values, shortcut_factor = _unpack(shortcut)
+    return _activate(groups, x.values, x.factor, affine, shortcut_values, shortcut_factor, shortcut_affine)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activation(
+def _activate(
     groups: int,
     x: Array,
     x_factor: Array,
     affine: Affine,
-    rest: Array | None,
-    rest_factor: Array | None,
-    rest_affine: Affine,
+    shortcut: Array | None,
+    shortcut_factor: Array | None,
+    shortcut_affine: Affine,
 ) -> Array:
-    return reference.rectified(x, affine, rest, rest_affine)
+    return reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)
 
 
-def _activation_forward(groups: int, *inputs: Any) -> Any:
-    return _activation(groups, *inputs), inputs
+def _activate_forward(groups: int, *inputs: Any) -> Any:
+    return _activate(groups, *inputs), inputs
 
 
-def _activation_backward(groups: int, inputs: Any, dy: Array) -> Any:
-    x, _, affine, rest, _, rest_affine = inputs
-    shape = Shape(groups)
-    y = reference.rectified(x, affine, rest, rest_affine)  # once more, which is cheaper than to keep it
-    g, sums = reference.masked(shape, dy, x, y, rest if rest_affine else None)
-    by_rest = (g, rest_affine[0], (sums[2], sums[0])) if rest_affine else (None if rest is None else g, None, ())
-    return g, affine[0], (sums[1], sums[0]), *by_rest
+def _activate_backward(groups: int, inputs: Any, dy: Array) -> Any:
+    x, _, affine, shortcut, _, shortcut_affine = inputs
+    spec = LayerSpec(groups)
+    y = reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)  # cheaper to recompute than to keep
+    g, sums = reference.backpropagate_relu(spec, dy, x, y, shortcut if shortcut_affine else None)
+    unscaled = (None if shortcut is None else g, None, ())
+    by_shortcut = (g, shortcut_affine[0], (sums[2], sums[0])) if shortcut_affine else unscaled
+    return g, affine[0], (sums[1], sums[0]), *by_shortcut
 
 
-_activation.defvjp(_activation_forward, _activation_backward)
+_activate.defvjp(_activate_forward, _activate_backward)

@@ -1,4 +1,4 @@
-"""Layers with 1x1 convolutions as one kernel each way: what `product.py` computes, in the words of `fused.py`."""
+"""Fused layers with 1x1 convolutions as one kernel forward and one backward: `fused.py` in terms of `matmul.py`."""
 
 from functools import partial
 from typing import Any
@@ -7,84 +7,85 @@ import jax
 import jax.numpy as jnp
 
 from podscale.kernels import matmul
-from podscale.kernels.blocking import BLOCKS, ROWS, cut
-from podscale.kernels.shape import Shape
+from podscale.kernels.blocking import BLOCKS, ROWS, choose_blocking
+from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
 
 Array = jax.Array
-Several = tuple[Any, ...]
+Arrays = tuple[Any, ...]
 
 
-def fits(shape: Shape, x: Array, kernel: Array) -> bool:
-    """Whether a layer is a matrix product at all, and one that keeps the whole of a GPU busy."""
-    plain = kernel.shape[:2] == (1, 1) and shape.stride == 1 and shape.padding == 0
-    enough = shape.kernels == "interpret" or x.size // x.shape[-1] >= BLOCKS * ROWS
-    return plain and enough and shape.kernels != "plain" and x.dtype == jnp.bfloat16
+def can_use_kernel(spec: LayerSpec, x: Array, kernel: Array) -> bool:
+    """Return whether a layer is a matrix product that is large enough to keep a whole GPU busy."""
+    is_product = kernel.shape[:2] == (1, 1) and spec.stride == 1 and spec.padding == 0
+    is_large = spec.kernels == INTERPRET or x.size // x.shape[-1] >= BLOCKS * ROWS
+    return is_product and is_large and spec.kernels != REFERENCE and x.dtype == jnp.bfloat16
 
 
 def forward(
-    shape: Shape, x: Array, affine: Several, rest: Array | None, rest_affine: Several, kernel: Array
-) -> Several | None:
-    """As `plain.forward`; None where the kernel cannot be cut to size."""
+    spec: LayerSpec, x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays, kernel: Array
+) -> Arrays | None:
+    """Return what `reference.forward` does; None where no blocking of the product fits shared memory."""
     depth, columns = kernel.shape[2:]
     left, vectors = [x], list(affine)
-    if affine and rest is not None:
-        left.append(rest)
-        a, b = rest_affine or (jnp.ones_like(affine[0]), 0)
+    if affine and shortcut is not None:
+        left.append(shortcut)
+        a, b = shortcut_affine or (jnp.ones_like(affine[0]), 0)
         vectors = [affine[0], affine[1] + b, a]
-    rows, kinds = x.size // depth, 2 if shape.counts else 0
-    found = cut(rows, shape.groups, depth, columns, len(left), 0, kinds, computed=bool(affine))
-    if found is None:
+    rows, sums_count = x.size // depth, 2 if spec.output_sums else 0
+    blocking = choose_blocking(rows, spec.groups, depth, columns, len(left), 0, sums_count, computes_left=bool(affine))
+    if blocking is None:
         return None
     flat = tuple(value.reshape(rows, depth) for value in left)
-    y, z, sums, _ = matmul.product(
-        found, flat, tuple(vectors), kernel.reshape(depth, columns), rectify=True, interpret=_interpreter(shape)
+    y, z, sums, _ = matmul.multiply(
+        blocking, flat, tuple(vectors), kernel.reshape(depth, columns), rectify=True, interpret=_make_interpreter(spec)
     )
     return (x if y is None else y.reshape(x.shape)), z.reshape(*x.shape[:-1], columns), sums
 
 
 def backward(
-    shape: Shape,
-    saved: Several,
-    affine: Several,
+    spec: LayerSpec,
+    residuals: Arrays,
+    affine: Arrays,
     kernel: Array,
     dz: Array,
-    by_z: Several,
+    dz_terms: Arrays,
     dy: Array | None,
-) -> Several | None:
-    """As `plain.backward`, and the gradient by the convolution's output where the one by its kernel is still to be had.
+) -> Arrays | None:
+    """Return what `reference.backward` does, and a fourth value; None where no blocking of the product fits.
 
-    Of the two, one is None.
+    Either the gradient by the kernel is computed here and the fourth value is None, or the gradient by the kernel is
+    None and the fourth value is the whole gradient by the convolution's output, from which it can be computed.
     """
-    x, y, rest, z = saved
-    factor, offset, slope = by_z
+    x, y, shortcut, z = residuals
+    factor, offset, slope = dz_terms
     depth, columns = kernel.shape[2:]
     rows = x.size // depth
     left = [dz] if offset is None else [dz, z]
     vectors = [factor, jnp.zeros_like(factor)] if offset is None else [factor, offset, slope]
-    others = [value for value in (x, rest) if value is not None] if affine else []
+    others = [value for value in (x, shortcut) if value is not None] if affine else []
     extras = len(others) + (dy is not None) + bool(affine)
-    kinds = 1 + len(others) if affine else 0
-    size = rows, shape.groups, columns, depth, len(left)
-    found = cut(*size, extras + (not affine), kinds, computed=True, weighed=True)
-    found = found or cut(*size, extras, kinds, computed=True)
-    if found is None:
+    sums_count = 1 + len(others) if affine else 0
+    size = rows, spec.groups, columns, depth, len(left)
+    blocking = choose_blocking(*size, extras + (not affine), sums_count, computes_left=True, kernel_gradient=True)
+    blocking = blocking or choose_blocking(*size, extras, sums_count, computes_left=True)
+    if blocking is None:
         return None
-    flat = partial(jnp.reshape, shape=(rows, depth))
-    whole, g, sums, weights = matmul.product(
-        found,
+    flatten = partial(jnp.reshape, shape=(rows, depth))
+    whole_dz, g, sums, weights = matmul.multiply(
+        blocking,
         tuple(value.reshape(rows, columns) for value in left),
         tuple(vectors),
         kernel.reshape(depth, columns).T,
-        add=None if dy is None else flat(dy),
-        mask=flat(y) if affine else None,
-        others=tuple(map(flat, others)),
-        inputs=flat(y),
-        interpret=_interpreter(shape),
+        add=None if dy is None else flatten(dy),
+        mask=flatten(y) if affine else None,
+        others=tuple(map(flatten, others)),
+        inputs=flatten(y),
+        interpret=_make_interpreter(spec),
     )
     dkernel = None if weights is None else weights.reshape(kernel.shape).astype(kernel.dtype)
-    whole = None if whole is None else whole.reshape(z.shape)
-    return g.reshape(x.shape), dkernel, () if sums is None else tuple(sums), whole
+    whole_dz = None if whole_dz is None else whole_dz.reshape(z.shape)
+    return g.reshape(x.shape), dkernel, () if sums is None else tuple(sums), whole_dz
 
 
-def _interpreter(shape: Shape) -> Any:
-    return matmul.interpreter() if shape.kernels == "interpret" else None
+def _make_interpreter(spec: LayerSpec) -> Any:
+    return matmul.make_interpreter() if spec.kernels == INTERPRET else None

@@ -1,7 +1,7 @@
-"""The plain twin: normalize, add, rectify, convolve and count, as XLA compiles it.
+"""Reference implementation of fused layers: normalize, add, rectify, convolve and sum, as XLA compiles it.
 
-What belongs to a channel is [groups, channels], float32. Pictures keep their four axes all the way, and sums are taken
-picture by picture first: XLA then has no reason to turn them around in memory, which costs more than all else here.
+Whatever belongs to a channel is [groups, channels], float32. Images keep their four axes throughout, and sums are taken
+image by image first: XLA then has no reason to transpose them in memory, which costs more than all else here.
 """
 
 from typing import Any
@@ -10,101 +10,112 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podscale.kernels.shape import Shape
+from podscale.kernels.layer_spec import LayerSpec
 
 Array = jax.Array
-Several = tuple[Any, ...]
+Arrays = tuple[Any, ...]
 
 
 def forward(
-    shape: Shape, x: Array, affine: Several, rest: Array | None, rest_affine: Several, kernel: Array
-) -> Several:
-    """The rectified input, its convolution, and the sums of that and of its squares by group: [2, groups, channels]."""
-    y = rectified(x, affine, rest, rest_affine)
-    z = convolved(shape, y, kernel)
-    return y, z, counted(shape, z) if shape.counts else None
+    spec: LayerSpec, x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays, kernel: Array
+) -> Arrays:
+    """Return the rectified input, its convolution, and the sums of the convolution: [2, groups, channels] or None."""
+    y = normalize_and_rectify(x, affine, shortcut, shortcut_affine)
+    z = convolve(spec, y, kernel)
+    return y, z, compute_sums(spec, z) if spec.output_sums else None
 
 
 def backward(
-    shape: Shape,
-    saved: Several,
-    affine: Several,
+    spec: LayerSpec,
+    residuals: Arrays,
+    affine: Arrays,
     kernel: Array,
     dz: Array,
-    by_z: Several,
+    dz_terms: Arrays,
     dy: Array | None,
-) -> Several:
-    """Gradients by the sum before rectifying, by the kernel, and their sums by group: alone, times x, times rest.
+) -> Arrays:
+    """Return the gradients of a layer.
 
-    The gradient by the convolution's output comes as a product and two terms: factor · dz + offset + slope · z.
+    Args:
+        spec: the layer.
+        residuals: x, y, shortcut and z of the forward pass.
+        affine: factor and offset of x; empty where the layer does not normalize.
+        kernel: of the convolution.
+        dz: the gradient by the convolution's output z, up to a factor and two terms.
+        dz_terms: factor, offset and slope: the whole gradient by z is factor · dz + offset + slope · z.
+        dy: the gradient by the rectified input from elsewhere, or None.
+
+    Returns:
+        the gradient by the sum before rectifying, the gradient by the kernel, and the sums of the former by group:
+        alone, times x, times the shortcut.
     """
-    x, y, rest, z = saved
-    dz = settled(dz, z, by_z)
-    _, pull = jax.vjp(lambda y, kernel: convolved(shape, y, kernel), y, kernel)
+    x, y, shortcut, z = residuals
+    dz = combine_gradient(dz, z, dz_terms)
+    _, pull = jax.vjp(lambda y, kernel: convolve(spec, y, kernel), y, kernel)
     by_y, dkernel = pull(dz)
     if dy is not None:
         by_y = by_y + dy
     if not affine:
         return by_y, dkernel, ()
-    g, sums = masked(shape, by_y, x, y, rest)
+    g, sums = backpropagate_relu(spec, by_y, x, y, shortcut)
     return g, dkernel, sums
 
 
-def masked(shape: Shape, dy: Array, x: Array, y: Array, rest: Array | None) -> Several:
-    """The gradient by what was rectified to y, and its sums by group: alone, times x, times rest."""
-    g = jnp.where(y > 0, dy, 0)
-    wide = _wide(g)
-    terms = [wide, wide * _wide(x)] + ([] if rest is None else [wide * _wide(rest)])
-    return g, tuple(_summed(shape, term) for term in terms)
-
-
-def rectified(x: Array, affine: Several, rest: Array | None, rest_affine: Several) -> Array:
-    """relu(x · a + b + rest), where rest may have an a and b of its own; x as it is where there is no a and b."""
+def normalize_and_rectify(x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays) -> Array:
+    """Return relu(x · a + b + shortcut), where the shortcut may have its own a and b; x itself without a and b."""
     if not affine:
         return x
-    wide = _scaled(x, affine)
-    if rest is not None:
-        wide = wide + (_scaled(rest, rest_affine) if rest_affine else _wide(rest))
+    wide = _scale(x, affine)
+    if shortcut is not None:
+        wide = wide + (_scale(shortcut, shortcut_affine) if shortcut_affine else _widen(shortcut))
     return jnp.maximum(wide, 0).astype(x.dtype)
 
 
-def convolved(shape: Shape, y: Array, kernel: Array) -> Array:
-    """A square convolution without bias."""
-    padding = (shape.padding, shape.padding)
+def backpropagate_relu(spec: LayerSpec, dy: Array, x: Array, y: Array, shortcut: Array | None) -> Arrays:
+    """Return the gradient by what was rectified to y, and its sums by group: alone, times x, times the shortcut."""
+    g = jnp.where(y > 0, dy, 0)
+    wide = _widen(g)
+    terms = [wide, wide * _widen(x)] + ([] if shortcut is None else [wide * _widen(shortcut)])
+    return g, tuple(_sum_groups(spec, term) for term in terms)
+
+
+def convolve(spec: LayerSpec, y: Array, kernel: Array) -> Array:
+    """Return a square convolution without bias."""
+    padding = (spec.padding, spec.padding)
     return lax.conv_general_dilated(
-        y, kernel, (shape.stride, shape.stride), (padding, padding), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        y, kernel, (spec.stride, spec.stride), (padding, padding), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
 
 
-def counted(shape: Shape, z: Array) -> Array:
-    """Sums of the values and of their squares by group and channel."""
-    wide = _wide(z)
-    return jnp.stack([_summed(shape, wide), _summed(shape, wide * wide)])
+def compute_sums(spec: LayerSpec, z: Array) -> Array:
+    """Return the sums of the values and of their squares, by group and channel: [2, groups, channels]."""
+    wide = _widen(z)
+    return jnp.stack([_sum_groups(spec, wide), _sum_groups(spec, wide * wide)])
 
 
-def settled(dz: Array, z: Array, by_z: Several) -> Array:
-    """factor · dz + offset + slope · z, in the dtype of z."""
-    factor, offset, slope = by_z
-    wide = _wide(dz) * _spread(factor, dz)
+def combine_gradient(dz: Array, z: Array, dz_terms: Arrays) -> Array:
+    """Return factor · dz + offset + slope · z, in the dtype of z."""
+    factor, offset, slope = dz_terms
+    wide = _widen(dz) * _broadcast_to_images(factor, dz)
     if offset is not None:
-        wide = wide + _spread(offset, dz) + _spread(slope, dz) * _wide(z)
+        wide = wide + _broadcast_to_images(offset, dz) + _broadcast_to_images(slope, dz) * _widen(z)
     return wide.astype(z.dtype)
 
 
-def _scaled(x: Array, affine: Several) -> Array:
-    a, b = affine
-    return _wide(x) * _spread(a, x) + _spread(b, x)
+def _scale(x: Array, affine: Arrays) -> Array:
+    factor, offset = affine
+    return _widen(x) * _broadcast_to_images(factor, x) + _broadcast_to_images(offset, x)
 
 
-def _summed(shape: Shape, x: Array) -> Array:
+def _sum_groups(spec: LayerSpec, x: Array) -> Array:
     """[images, height, width, channels] -> [groups, channels]"""
-    return x.sum(axis=(1, 2)).reshape(shape.groups, -1, x.shape[-1]).sum(axis=1)
+    return x.sum(axis=(1, 2)).reshape(spec.groups, -1, x.shape[-1]).sum(axis=1)
 
 
-def _spread(channels: Array, x: Array) -> Array:
+def _broadcast_to_images(channels: Array, x: Array) -> Array:
     """[groups, channels] -> [images of x, 1, 1, channels]"""
     return jnp.repeat(channels, x.shape[0] // channels.shape[0], axis=0)[:, None, None]
 
 
-def _wide(x: Array) -> Array:
+def _widen(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,1 +1,1 @@
-"""Networks by name, as chains of fused layers, folded for evaluation, and their weights in and out."""
+"""Networks by name, as chains of fused layers, folded for evaluation, and weights in other formats."""

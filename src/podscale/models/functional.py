@@ -1,7 +1,7 @@
-"""A flax module as pure functions on plain nested dicts, which the step, the optimizer and checkpoints handle.
+"""A flax module as pure functions of nested dicts, which the step, the optimizer and checkpoints work with.
 
-Some of its layers may be frozen: training neither moves their parameters nor updates their batch-norm statistics, and
-their batch norms normalize by those statistics, as in evaluation.
+Some of its layers may be frozen: training changes neither their parameters nor their batch-norm statistics, and their
+batch norms normalize by those statistics, as in evaluation.
 """
 
 from collections.abc import Iterable
@@ -17,81 +17,88 @@ from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.models import folded_resnet, fused_resnet
 from podscale.models.resnet import ResNet
-from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, distribute
+from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, replace_batch_norms
 
 Tree = Any  # nested dicts of arrays
 BODY = "body"  # all layers but the head
 
 
 @dataclass(frozen=True)
-class Functional:
-    """A model's graph without its numbers."""
+class FunctionalModel:
+    """A model's graph without its arrays; methods take these as arguments.
+
+    Attributes:
+        graph: the flax graph definition.
+        head: path of the layer whose shape depends on the number of classes, such as `layers.9`; empty if not known.
+        freeze: paths of the layers that are not trained.
+        stem: path of the first layer; empty if not known.
+    """
 
     graph: Any
-    _params: Any  # nnx.State of shapes, to give numbers their places again
+    _params: Any  # nnx.State of shapes, which gives arrays their places
     _stats: Any
-    head: str = ""  # where the layer stands that the number of classes shapes; empty if that is not known
+    head: str = ""
     freeze: tuple[str, ...] = ()
-    stem: str = ""  # where the first layer stands; empty if that is not known
+    stem: str = ""
 
     def train(
         self, params: Tree, stats: Tree, images: jax.Array, groups: Groups, kernels: str = ""
     ) -> tuple[jax.Array, Tree]:
-        """Logits, and the moments each batch norm saw (nested like `stats`).
+        """Return the logits, and the moments of each batch norm (nested like `stats`).
 
-        With `kernels`, networks that can be a `chain` of fused layers are one.
+        With `kernels`, a ResNet is computed as a chain of fused layers (`fused_resnet`).
         """
-        model = self.model(params, stats)
+        model = self.build_module(params, stats)
         model.train()
         if stats:
             model.set_attributes(BatchNorm, groups=groups)
         for path, module in nnx.iter_modules(model) if self.freeze else ():
-            if isinstance(module, BatchNorm) and self.frozen(dotted(path)):
+            if isinstance(module, BatchNorm) and self.is_frozen(join_path(path)):
                 module.use_running_average = True
         fused = kernels and type(model) is ResNet
         logits = fused_resnet.forward(model, images, kernels) if fused else model(images)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
 
     def evaluate(self, params: Tree, stats: Tree, images: jax.Array, kernels: str = "") -> jax.Array:
-        """Logits by the running statistics; with `kernels`, those of a ResNet are `folded`."""
-        model = self.model(params, stats)
+        """Return the logits by the running statistics; with `kernels`, a ResNet is folded (`folded_resnet`)."""
+        model = self.build_module(params, stats)
         model.eval()
         return folded_resnet.forward(model, images) if kernels and type(model) is ResNet else model(images)
 
-    def model(self, params: Tree, stats: Tree) -> Any:
-        """The flax module with these numbers in it."""
-        return nnx.merge(self.graph, _filled(self._params, params), _filled(self._stats, stats))
+    def build_module(self, params: Tree, stats: Tree) -> Any:
+        """Return the flax module with these parameters and statistics."""
+        return nnx.merge(self.graph, _fill(self._params, params), _fill(self._stats, stats))
 
-    def shapes(self) -> Tree:
-        """The parameters' shapes and types, as nested dicts."""
+    def get_param_shapes(self) -> Tree:
+        """Return the shapes and dtypes of the parameters, as nested dicts."""
         return nnx.to_pure_dict(self._params)
 
     # --- frozen layers ---
 
-    def frozen(self, name: str) -> bool:
-        """Whether training leaves what stands there as it is."""
-        return within(name, self.freeze) or (BODY in self.freeze and not within(name, (self.head,)))
+    def is_frozen(self, name: str) -> bool:
+        """Return whether training leaves the layer or parameter of this name unchanged."""
+        return is_within(name, self.freeze) or (BODY in self.freeze and not is_within(name, (self.head,)))
 
     def split(self, params: Tree) -> tuple[Tree, Tree]:
-        """What is learnt of a tree like the parameters, and what stays as it is."""
+        """Split a tree like the parameters into what is trained and what is frozen."""
         if not self.freeze:
             return params, {}
         flat = flatten_dict(params)
-        still = {path: leaf for path, leaf in flat.items() if self.frozen(dotted(path))}
-        learnt = {path: leaf for path, leaf in flat.items() if path not in still}
-        return unflatten_dict(learnt), unflatten_dict(still)
+        frozen = {path: leaf for path, leaf in flat.items() if self.is_frozen(join_path(path))}
+        trained = {path: leaf for path, leaf in flat.items() if path not in frozen}
+        return unflatten_dict(trained), unflatten_dict(frozen)
 
-    def joined(self, learnt: Tree, still: Tree) -> Tree:
-        """The parameters that `split` took apart."""
-        return unflatten_dict(flatten_dict(learnt) | flatten_dict(still)) if still else learnt
+    def join(self, trained: Tree, frozen: Tree) -> Tree:
+        """Return the parameters that `split` has split."""
+        return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen)) if frozen else trained
 
-    def moved(self, params: Tree, updates: Tree) -> Tree:
-        """The parameters after updates of what is learnt."""
-        learnt, still = self.split(params)
-        return self.joined(optax.apply_updates(learnt, updates), still)
+    def apply_updates(self, params: Tree, updates: Tree) -> Tree:
+        """Return the parameters after updates of what is trained."""
+        trained, frozen = self.split(params)
+        return self.join(optax.apply_updates(trained, updates), frozen)
 
-    def learner(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """The optimizer of what is learnt, told of all parameters; frozen ones have no state in it."""
+    def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return an optimizer that takes all parameters and updates what is trained; frozen ones have no state."""
         if not self.freeze:
             return optimizer
 
@@ -101,63 +108,69 @@ class Functional:
         return optax.GradientTransformation(lambda params: optimizer.init(self.split(params)[0]), update)
 
 
-def functional(model: nnx.Module, freeze: tuple[str, ...] = ()) -> tuple[Functional, Tree, Tree]:
-    """The model as functions, its parameters and its running statistics; flax's batch norms become distributed ones.
+def make_functional(model: nnx.Module, freeze: tuple[str, ...] = ()) -> tuple[FunctionalModel, Tree, Tree]:
+    """Return a model as functions, its parameters and its running statistics.
 
-    `freeze` names layers by where they stand, such as `layers.0`; `body` is all of them but the head.
+    Args:
+        model: a flax module; its `nnx.BatchNorm` layers are replaced by distributed ones, in place.
+        freeze: paths of the layers not to train, such as `layers.0`; `body` is all layers but the head.
+
+    Raises:
+        UserError: the model has other state than parameters and batch-norm statistics, or `freeze` does not fit it.
     """
-    distribute(model)
-    graph, params, stats, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)  # type: ignore[misc]
-    if jax.tree.leaves(rest):
-        kinds = ", ".join(sorted({type(v).__name__ for _, v in nnx.to_flat_state(rest)}))
+    replace_batch_norms(model)
+    graph, params, stats, others = nnx.split(model, nnx.Param, nnx.BatchStat, ...)  # type: ignore[misc]
+    if jax.tree.leaves(others):
+        kinds = ", ".join(sorted({type(v).__name__ for _, v in nnx.to_flat_state(others)}))
         raise UserError(f"the model keeps state other than parameters and batch-norm statistics ({kinds})")
     shapes, stats_shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (params, stats))
-    net = Functional(graph, shapes, stats_shapes, _head(model), freeze, _stem(model))
-    numbers = nnx.to_pure_dict(params)
-    _check_freeze(net, [dotted(path) for path in flatten_dict(numbers)])
-    return net, numbers, nnx.to_pure_dict(stats)
+    net = FunctionalModel(graph, shapes, stats_shapes, _find_head(model), freeze, _find_stem(model))
+    arrays = nnx.to_pure_dict(params)
+    _check_freeze(net, [join_path(path) for path in flatten_dict(arrays)])
+    return net, arrays, nnx.to_pure_dict(stats)
 
 
-def dotted(path: Iterable[Any]) -> str:
-    """Where something stands in a model, as a name: `layers.0.conv.kernel`."""
+def join_path(path: Iterable[Any]) -> str:
+    """Return a path in a model as a name: `layers.0.conv.kernel`."""
     return ".".join(map(str, path))
 
 
-def within(name: str, places: Iterable[str]) -> bool:
-    """Whether a name is one of `places`, or stands below one.
+def is_within(name: str, paths: Iterable[str]) -> bool:
+    """Return whether a name is one of `paths`, or below one.
 
-    >>> within("layers.1.conv", ["layers.1"]), within("layers.11.conv", ["layers.1"])
+    >>> is_within("layers.1.conv", ["layers.1"]), is_within("layers.11.conv", ["layers.1"])
     (True, False)
     """
-    return any(name == place or name.startswith(f"{place}.") for place in places if place)
+    return any(name == path or name.startswith(f"{path}.") for path in paths if path)
 
 
-def _head(model: nnx.Module) -> str:
-    """By what a model calls `head`, or the last of its `layers`."""
+def _find_head(model: nnx.Module) -> str:
+    """Return the path of the model's `head`, or of the last of its `layers`."""
     if isinstance(getattr(model, "head", None), nnx.Module):
         return "head"
     layers = getattr(model, "layers", None)
     return f"layers.{len(layers) - 1}" if isinstance(layers, nnx.List | list) and layers else ""
 
 
-def _stem(model: nnx.Module) -> str:
-    """By what a model calls `stem`, or the first of its `layers`."""
+def _find_stem(model: nnx.Module) -> str:
+    """Return the path of the model's `stem`, or of the first of its `layers`."""
     if isinstance(getattr(model, "stem", None), nnx.Module):
         return "stem"
     layers = getattr(model, "layers", None)
     return "layers.0" if isinstance(layers, nnx.List | list) and layers else ""
 
 
-def _check_freeze(net: Functional, names: list[str]) -> None:
-    for place in net.freeze:
-        if place == BODY and not net.head:
+def _check_freeze(net: FunctionalModel, names: list[str]) -> None:
+    for path in net.freeze:
+        if path == BODY and not net.head:
             raise UserError("model.freeze body needs a model with a `head` or a list of `layers`; name layers instead")
-        if place != BODY and not any(within(name, (place,)) for name in names):
-            parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, 1 + name.count("."))}
-            raise UserError(f"model.freeze: the model has no layer {place!r}: {suggest_names(place, parts)}")
-    if net.freeze and all(net.frozen(name) for name in names):
+        if path != BODY and not any(is_within(name, (path,)) for name in names):
+            layers = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, 1 + name.count("."))}
+            raise UserError(f"model.freeze: the model has no layer {path!r}: {suggest_names(path, layers)}")
+    if net.freeze and all(net.is_frozen(name) for name in names):
         raise UserError("model.freeze leaves nothing to learn; leave out a layer, such as the head")
 
 
-def _filled(state: Any, tree: Tree) -> Any:
+def _fill(state: Any, tree: Tree) -> Any:
+    """Return an nnx.State like `state` with the arrays of `tree`."""
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))

@@ -1,7 +1,7 @@
-"""A ResNet as a chain of fused layers: the same function as `resnet`'s, from the same parameters.
+"""A ResNet as a chain of fused layers: the same function as `resnet.ResNet`, from the same parameters.
 
-Each convolution takes the raw output of the one before it, with what normalizes it (`kernels/fused.py`). A block thus
-ends in the first convolution of the next one.
+Each convolution takes the raw output of the previous one together with what normalizes it (`kernels/fused.py`). A block
+thus ends in the first convolution of the next one.
 """
 
 from typing import Any, NamedTuple
@@ -10,69 +10,83 @@ import jax
 import jax.numpy as jnp
 
 from podscale.kernels import fused, pool
-from podscale.kernels.fused import Affine, Raw
-from podscale.kernels.shape import Shape
-from podscale.models.resnet import Conv, ResNet, Stem, convolutions, convolve_in_fours, max_pool
+from podscale.kernels.fused import Affine, RawOutput
+from podscale.kernels.layer_spec import LayerSpec
+from podscale.models.resnet import Conv, ResNet, Stem, convolve_four_outputs, list_convolutions, max_pool
 from podscale.parallel.batch_norm import BatchNorm
 
 
+def forward(net: ResNet, images: jax.Array, kernels: str) -> jax.Array:
+    """Return the same logits as `net(images)`; `kernels` says who computes the layers (`kernels/layer_spec.py`)."""
+    stem, *blocks, head = list[Any](net.layers)
+    chain = FusedChain(images.shape[0], stem.norm.groups.images, kernels)
+    pending = Pending(chain.apply_stem(stem, images.astype(net.dtype)))
+    for block in blocks:
+        pending = chain.apply_block(block, pending)
+    assert isinstance(pending.x, RawOutput)  # there is at least one block
+    return head(fused.activate(chain.groups, *pending))  # type: ignore[arg-type]
+
+
 class Pending(NamedTuple):
-    """What is still to be normalized, added and rectified, as `fused.layer` takes it."""
+    """What is still to be normalized, added and rectified, in the order of arguments of `fused.apply_layer`."""
 
-    x: Raw | jax.Array
+    x: RawOutput | jax.Array
     affine: Affine = ()
-    rest: Raw | jax.Array | None = None
-    rest_affine: Affine = ()
+    shortcut: RawOutput | jax.Array | None = None
+    shortcut_affine: Affine = ()
 
 
-class Chain:
-    """The layers of a network, for one call."""
+class FusedChain:
+    """The layers of a network for one forward pass.
 
-    def __init__(self, images: int, held: int, kernels: str) -> None:
-        self.groups, self.kernels = images // (held or images), kernels
+    Args:
+        images: images of this device.
+        group_images: images of each batch-norm group that are on this device; 0: all of them.
+        kernels: who computes the layers.
+    """
 
-    def convolved(self, conv: Conv, pending: Pending, *, keeps: bool = False, counts: bool = True) -> tuple[Any, Raw]:
-        kernel = conv.kernel[...]
-        shape = Shape(self.groups, conv.stride, kernel.shape[0] // 2, counts, keeps, self.kernels)
-        return fused.layer(shape, *pending, kernel)
+    def __init__(self, images: int, group_images: int, kernels: str) -> None:
+        self.groups, self.kernels = images // (group_images or images), kernels
 
-    def normalized(self, norm: BatchNorm, raw: Raw, in_fours: bool = False) -> Affine:
-        """What normalizes a raw output, whose channels may stand there for four pixels."""
-        channels = raw.values.shape[-1] // (4 if in_fours else 1)
-        rows = raw.values.size // (channels * self.groups)
-        sums = raw.sums if raw.sums is None else raw.sums.reshape(2, self.groups, -1, channels).sum(2)
-        factor, offset = norm.affine(sums, rows)
-        shape = (self.groups, factor.shape[-1])
-        return jnp.broadcast_to(factor, shape), jnp.broadcast_to(offset, shape)
-
-    def stem(self, stem: Stem, images: jax.Array) -> jax.Array:
-        counts = not stem.norm.use_running_average
+    def apply_stem(self, stem: Stem, images: jax.Array) -> jax.Array:
+        """Return the stem's output, [images, height, width, channels]."""
+        output_sums = not stem.norm.use_running_average
         if not stem.small and images.shape[1] % 4 == images.shape[2] % 4 == 0:
-            raw = fused.raw(self.groups, convolve_in_fours(images, stem.conv.kernel[...]), counts=counts)
-            return pool.pooled(self.groups, raw, self.normalized(stem.norm, raw, in_fours=True))
-        raw = fused.raw(self.groups, stem.conv(images), counts=counts)
-        x = fused.activation(self.groups, raw, self.normalized(stem.norm, raw))
+            z = convolve_four_outputs(images, stem.conv.kernel[...])
+            raw = fused.make_raw_output(self.groups, z, output_sums=output_sums)
+            return pool.normalize_and_pool(self.groups, raw, self.compute_affine(stem.norm, raw, pixels=4))
+        raw = fused.make_raw_output(self.groups, stem.conv(images), output_sums=output_sums)
+        x = fused.activate(self.groups, raw, self.compute_affine(stem.norm, raw))
         return x if stem.small else max_pool(x)
 
-    def block(self, block: Any, pending: Pending) -> Pending:
-        beside: Any = None
-        for conv, norm in convolutions(block):
-            y, raw = self.convolved(conv, pending, keeps=beside is None, counts=not norm.use_running_average)
-            beside = y if beside is None else beside
-            pending = Pending(raw, self.normalized(norm, raw))
+    def apply_block(self, block: Any, pending: Pending) -> Pending:
+        """Return a block's last convolution and its shortcut, both still to be normalized and added."""
+        block_input: Any = None
+        for conv, norm in list_convolutions(block):
+            y, raw = self.convolve(
+                conv, pending, keep_input=block_input is None, output_sums=not norm.use_running_average
+            )
+            block_input = y if block_input is None else block_input
+            pending = Pending(raw, self.compute_affine(norm, raw))
         if block.shortcut is None:
-            return pending._replace(rest=beside)
+            return pending._replace(shortcut=block_input)
         norm = block.shortcut.norm
-        _, raw = self.convolved(block.shortcut.conv, Pending(beside), counts=not norm.use_running_average)
-        return pending._replace(rest=raw, rest_affine=self.normalized(norm, raw))
+        _, raw = self.convolve(block.shortcut.conv, Pending(block_input), output_sums=not norm.use_running_average)
+        return pending._replace(shortcut=raw, shortcut_affine=self.compute_affine(norm, raw))
 
+    def convolve(
+        self, conv: Conv, pending: Pending, *, keep_input: bool = False, output_sums: bool = True
+    ) -> tuple[Any, RawOutput]:
+        """Return the rectified input and its raw convolution."""
+        kernel = conv.kernel[...]
+        spec = LayerSpec(self.groups, conv.stride, kernel.shape[0] // 2, output_sums, keep_input, self.kernels)
+        return fused.apply_layer(spec, *pending, kernel)
 
-def forward(net: ResNet, images: jax.Array, kernels: str) -> jax.Array:
-    """Logits, as `net(images)` has them."""
-    stem, *blocks, head = list[Any](net.layers)
-    chain = Chain(images.shape[0], stem.norm.groups.images, kernels)
-    pending = Pending(chain.stem(stem, images.astype(net.dtype)))
-    for block in blocks:
-        pending = chain.block(block, pending)
-    assert isinstance(pending.x, Raw)  # there is at least one block
-    return head(fused.activation(chain.groups, *pending))  # type: ignore[arg-type]
+    def compute_affine(self, norm: BatchNorm, raw: RawOutput, pixels: int = 1) -> Affine:
+        """Return the factor and offset that normalize a raw output whose channels hold this many pixels."""
+        channels = raw.values.shape[-1] // pixels
+        rows = raw.values.size // (channels * self.groups)
+        sums = raw.sums if raw.sums is None else raw.sums.reshape(2, self.groups, -1, channels).sum(2)
+        factor, offset = norm.compute_affine(sums, rows)
+        shape = (self.groups, factor.shape[-1])
+        return jnp.broadcast_to(factor, shape), jnp.broadcast_to(offset, shape)

@@ -7,7 +7,7 @@ import jax
 
 
 def iterate_equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a program, those of the functions it calls included."""
+    """Yield all equations of a program, including those of the functions it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):

@@ -1,9 +1,9 @@
-"""The networks, by name: `build` makes the one that a recipe names, `register` adds another.
+"""Networks by name: `build_model` builds the one that a recipe names, `register_model` adds another.
 
-A builder takes the recipe's model section, the number of classes, the side of the pictures and the random keys, and
-returns a module that maps pictures [images, height, width, 3] to logits [images, classes]. A module that normalizes
-over the batch uses `podscale.BatchNorm`, so that its groups follow the recipe on every pod. One that has a method
-`fit` is shown some training pictures before training begins, normalized, float32 [images, height, width, 3].
+A builder takes the recipe's model section, the number of classes, the side of the images in pixels and the random keys,
+and returns a module that maps images [images, height, width, 3] to logits [images, classes]. A module that normalizes
+over the batch uses `podscale.BatchNorm`, so that its groups follow the recipe on every pod. If the module has a method
+`fit`, it gets some training images before training starts, normalized, float32 [images, height, width, 3].
 """
 
 import functools
@@ -18,29 +18,40 @@ from podscale.errors import UserError
 from podscale.models import cifarnet, resnet
 
 Builder = Callable[[recipe.Model, int, int, nnx.Rngs], nnx.Module]
-_builders: dict[str, Builder] = {name: functools.partial(resnet.build, name) for name in resnet.DEPTHS}
-_builders["cifarnet"] = cifarnet.build
+_builders: dict[str, Builder] = {name: functools.partial(resnet.build_resnet, name) for name in resnet.DEPTHS}
+_builders["cifarnet"] = cifarnet.build_cifarnet
 
 
-def names() -> list[str]:
-    """The names that `model.name` of a recipe may take.
+def list_models() -> list[str]:
+    """Return the names that `model.name` of a recipe may take.
 
-    >>> names()[:3]
+    >>> list_models()[:3]
     ['resnet8', 'resnet18', 'resnet34']
     """
     return list(_builders)
 
 
-def register(name: str) -> Callable[[Builder], Builder]:
-    """Make the decorated builder available to recipes under `name`.
+def register_model(name: str) -> Callable[[Builder], Builder]:
+    """Return a decorator that makes a builder available to recipes under `name`.
 
-    >>> @register("linear")
-    ... def linear(config, classes, image_size, rngs):
-    ...     flatten = lambda images: images.reshape(len(images), -1)
-    ...     return nnx.Sequential(flatten, nnx.Linear(3 * image_size**2, classes, rngs=rngs))
-    >>> build(recipe.Model(name="linear"), classes=10, image_size=8)(jax.numpy.ones((2, 8, 8, 3))).shape
-    (2, 10)
-    >>> unregister("linear")
+    Args:
+        name: what `model.name` of a recipe says.
+
+    Returns:
+        a decorator that registers the builder and returns it unchanged.
+
+    Raises:
+        UserError: there is already a model of this name.
+
+    Example:
+        >>> @register_model("linear")
+        ... def linear(config, classes, image_size, rngs):
+        ...     flatten = lambda images: images.reshape(len(images), -1)
+        ...     return nnx.Sequential(flatten, nnx.Linear(3 * image_size**2, classes, rngs=rngs))
+        >>> model = build_model(recipe.Model(name="linear"), classes=10, image_size=8)
+        >>> model(jax.numpy.ones((2, 8, 8, 3))).shape
+        (2, 10)
+        >>> unregister_model("linear")
     """
 
     def add(builder: Builder) -> Builder:
@@ -52,13 +63,17 @@ def register(name: str) -> Callable[[Builder], Builder]:
     return add
 
 
-def unregister(name: str) -> None:
+def unregister_model(name: str) -> None:
     """Forget a name; nothing happens if it is unknown."""
     _builders.pop(name, None)
 
 
-def build(config: recipe.Model, classes: int, image_size: int, seed: int = 0) -> nnx.Module:
-    """The network that `config` names, freshly drawn from `seed`."""
+def build_model(config: recipe.Model, classes: int, image_size: int, seed: int = 0) -> nnx.Module:
+    """Return the network that `config` names, with random weights from `seed`.
+
+    Raises:
+        UserError: there is no such network, or it cannot have these classes, images or this precision.
+    """
     if config.name not in _builders:
         raise UserError(f"there is no model {config.name!r}: {suggest_names(config.name, _builders)}")
     if classes < 1:

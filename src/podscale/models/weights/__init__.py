@@ -1,1 +1,1 @@
-"""Weights in and out, by name."""
+"""Weights in other formats: names of arrays, and torchvision's state dicts."""

@@ -1,4 +1,4 @@
-"""Name the arrays of a network, and digest them."""
+"""Names and digests of a network's arrays."""
 
 import hashlib
 from pathlib import Path
@@ -11,9 +11,9 @@ from podscale.models.functional import Tree
 
 
 def name_arrays(*trees: Tree) -> dict[str, Any]:
-    """The arrays of nested dicts by name.
+    """Return the arrays of nested dicts by name.
 
-    >>> named({"conv": {"kernel": 1}}, {"norm": {"mean": 2}})
+    >>> name_arrays({"conv": {"kernel": 1}}, {"norm": {"mean": 2}})
     {'conv.kernel': 1, 'norm.mean': 2}
     """
     leaves = [pair for tree in trees for pair in jax.tree.leaves_with_path(tree)]
@@ -21,7 +21,7 @@ def name_arrays(*trees: Tree) -> dict[str, Any]:
 
 
 def digest_file(source: str) -> str:
-    """Of a file's bytes; empty where there is no file, but a run's folder or nothing any more."""
+    """Return a digest of a file's bytes; empty if `source` is not a file, but a run's folder or no longer there."""
     path = Path(source).expanduser()
     if not path.is_file():
         return ""
@@ -30,9 +30,9 @@ def digest_file(source: str) -> str:
 
 
 def digest_arrays(tensors: dict[str, np.ndarray]) -> str:
-    """Of named arrays, whatever their order."""
-    whole = hashlib.sha256()
+    """Return a digest of named arrays that does not depend on their order."""
+    digest = hashlib.sha256()
     for name, array in sorted(tensors.items()):
-        whole.update(f"{name} {array.dtype} {array.shape}".encode())
-        whole.update(np.ascontiguousarray(array).tobytes())
-    return whole.hexdigest()[:16]
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
