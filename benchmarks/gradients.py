@@ -1,14 +1,14 @@
 """Claim: fused layers give the gradient of a whole network as exactly as modules do.
 
-The gradient by every parameter over batches of real photos, three ways from the same weights: modules in float32, which
-the others are compared with, modules in bfloat16, and fused layers in bfloat16. What rounding does differs from batch
-to batch and shrinks in the mean over many; an error of the method would stay. So both are told: how far a batch's
-gradient is off, and how far the mean's is (‖g - g32‖ / ‖g32‖, the worst parameter of each kind). The same for
-batch-norm statistics.
+The gradient by every parameter over batches of real photos, computed in three ways from the same weights: modules in
+float32, with which the others are compared, modules in bfloat16, and fused layers in bfloat16. Rounding errors differ
+from batch to batch and shrink in the mean over many batches; an error of the method would stay. So both are printed:
+how far the gradient of a batch is off, and how far that of the mean is (‖g - g32‖ / ‖g32‖, the worst parameter of each
+kind). The same for batch-norm statistics.
 
     python benchmarks/gradients.py PHOTOS [--batches 16] [--batch 256] [--size 128] [--fused on] [--set model.init=RUN]
 
-Weights are drawn anew unless `model.init` names a run.
+Weights are randomly initialized unless `model.init` names a run.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.training import compilation, setup
 
-SCALE = 2.0**20  # learning rate of the one update from which a gradient is read: weights are small beside it
-WAYS = {"float32": "off", "modules": "off", "fused": ""}  # which layers: as asked for if nothing else
-Found = dict[str, np.ndarray]
+SCALE = 2.0**20  # learning rate of the single update from which a gradient is read: weights are small beside it
+METHODS = {"float32": "off", "modules": "off", "fused": ""}  # plan.fused of each; empty: as --fused says
+Gradients = dict[str, np.ndarray]  # gradients and statistics by name
 
 
 def main() -> None:
@@ -41,26 +41,32 @@ def main() -> None:
     parser.add_argument("--recipe", default="imagefolder")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="other fields of the recipe")
     arguments = parser.parse_args()
-    found = {way: list(gradients(arguments, way, fused or arguments.fused)) for way, fused in WAYS.items()}
-    means = {way: [mean(batches)] for way, batches in found.items()}
+    gradients = {
+        method: list(compute_gradients(arguments, method, fused or arguments.fused))
+        for method, fused in METHODS.items()
+    }
+    means = {method: [average(batches)] for method, batches in gradients.items()}
     print(
         f"{jax.devices()[0].device_kind}, {arguments.batch} images of {arguments.size} px, {arguments.batches} batches"
     )
     print(f"{'':32}{'a batch':>18}{'':6}{'the mean over all':>18}")
-    print(f"{'off by, as a share of its norm':32}" + f"{'modules':>9}{'fused':>9}{'':6}" * 2)
-    for kind in sorted({kind_of(name) for name in found["float32"][0]}):
-        shares = [[off(some[way], some["float32"], kind) for way in ("modules", "fused")] for some in (found, means)]
-        print(f"{kind:32}" + "".join(f"{one:9.4f}{other:9.4f}{'':6}" for one, other in shares), flush=True)
+    print(f"{'error relative to the norm':32}" + f"{'modules':>9}{'fused':>9}{'':6}" * 2)
+    for kind in sorted({get_kind(name) for name in gradients["float32"][0]}):
+        errors = [
+            [compute_error(results[method], results["float32"], kind) for method in ("modules", "fused")]
+            for results in (gradients, means)
+        ]
+        print(f"{kind:32}" + "".join(f"{modules:9.4f}{fused:9.4f}{'':6}" for modules, fused in errors), flush=True)
 
 
-def gradients(arguments: argparse.Namespace, way: str, fused: str) -> Iterator[Found]:
-    """The gradient by every parameter, and the statistics, of one batch after another."""
+def compute_gradients(arguments: argparse.Namespace, method: str, fused: str) -> Iterator[Gradients]:
+    """Yield the gradient by every parameter, and the statistics, of one batch after another."""
     fields = {
         "data.path": arguments.photos,
         "data.image_size": arguments.size,
         "batch.size": arguments.batch,
         "batch.span": arguments.span,
-        "model.precision": "float32" if way == "float32" else "bfloat16",
+        "model.precision": "float32" if method == "float32" else "bfloat16",
         "train.stats_momentum": 0.0,
         "optimizer.name": "sgd",
         "optimizer.momentum": 0.0,
@@ -71,44 +77,44 @@ def gradients(arguments: argparse.Namespace, way: str, fused: str) -> Iterator[F
         "schedule.warmup_epochs": 0,
         "schedule.decay": "constant",
     } | dict(field.split("=", 1) for field in arguments.set)
-    recipe = recipes.override(recipes.load(arguments.recipe), fields)
-    job = setup.prepare(recipe, pods.find(), Options(fused=fused, steps_per_call=1, cache="off"))
-    job = setup.begun(job)[0] if recipe.model.init else job
-    call = compilation.compile_train_step(job)
-    before = jax.device_get((job.state.params, job.state.stats))
-    with setup.train_batches(job, job.plan.calls()[: arguments.batches]) as batches:
+    recipe = recipes.override_recipe(recipes.load_recipe(arguments.recipe), fields)
+    prepared = setup.prepare(recipe, pods.find_pod(), Options(fused=fused, steps_per_call=1, cache="off"))
+    prepared = setup.load_initial_weights(prepared)[0] if recipe.model.init else prepared
+    call = compilation.compile_train_step(prepared)
+    before = jax.device_get((prepared.state.params, prepared.state.stats))
+    with setup.load_train_batches(prepared, prepared.plan.calls()[: arguments.batches]) as batches:
         for batch in batches:
-            state = jax.tree.map(jnp.copy, job.state)
+            state = jax.tree.map(jnp.copy, prepared.state)
             state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))
-            yield named(before, jax.device_get((state.params, state.stats)))
+            yield read_gradients(before, jax.device_get((state.params, state.stats)))
 
 
-def named(before: Any, after: Any) -> Found:
+def read_gradients(before: Any, after: Any) -> Gradients:
+    """Return gradients and statistics by name, from parameters and statistics before and after an update."""
     params = jax.tree.map(lambda old, new: (old.astype(np.float64) - new) / SCALE, before[0], after[0])
     stats = jax.tree.map(lambda new: new.astype(np.float64), after[1])
     leaves = tree_leaves_with_path({"gradient": params, "statistics": stats})
     return {keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def kind_of(name: str) -> str:
-    """What belongs together: one line of the table."""
+def get_kind(name: str) -> str:
+    """Return the row of the table that a parameter belongs to."""
     first, *_, last = name.removesuffix(".value").split(".")
     return f"{first}, {last}"
 
 
-def off(found: list[Found], exact: list[Found], kind: str) -> float:
-    """The largest share over parameters of the kind, root mean square over batches."""
-    names = [name for name in exact[0] if kind_of(name) == kind]
-    return max(
-        np.sqrt(np.mean([share(f[name], e[name]) ** 2 for f, e in zip(found, exact, strict=True)])) for name in names
-    )
+def compute_error(results: list[Gradients], exact: list[Gradients], kind: str) -> float:
+    """Return the largest relative error over parameters of the kind, root mean square over batches."""
+    names = [name for name in exact[0] if get_kind(name) == kind]
+    pairs = list(zip(results, exact, strict=True))
+    return max(np.sqrt(np.mean([compute_relative_error(a[name], b[name]) ** 2 for a, b in pairs])) for name in names)
 
 
-def share(found: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.linalg.norm(found - exact) / max(np.linalg.norm(exact), 1e-30))
+def compute_relative_error(array: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(array - exact) / max(np.linalg.norm(exact), 1e-30))
 
 
-def mean(batches: list[Found]) -> Found:
+def average(batches: list[Gradients]) -> Gradients:
     return {name: np.mean([batch[name] for batch in batches], axis=0) for name in batches[0]}
 
 
