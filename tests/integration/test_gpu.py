@@ -1,4 +1,4 @@
-"""What only a GPU can show. Each training is a process of its own, as this one's JAX is bound to the CPU."""
+"""What only a GPU can show. Every training is a separate process, because JAX runs on the CPU in this one."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="ther
 SETTINGS = "--data.image_size 64 --batch.size 64 --batch.span 32 --train.epochs 6 --train.eval_epochs 2"
 
 
-def trained(folder, data, *more):
+def train(folder, data, *more):
     command = [sys.executable, "-m", "podscale", "train", "imagefolder", "--data.source", "npz", "--data.path", data]
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     subprocess.run([*command, *SETTINGS.split(), "--run", str(folder), *more], env=environment, check=True)
@@ -33,14 +33,14 @@ def data(tmp_path_factory):
     return str(path)
 
 
-def test_a_deterministic_run_that_stops_and_resumes_changes_no_bit(data, tmp_path):
-    same = ("--plan.deterministic", "true")
+def test_deterministic_run_that_stops_and_resumes_is_bit_identical(data, tmp_path):
+    deterministic = ("--plan.deterministic", "true")
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
-    assert len(trained(stopped, data, *same, "--until", "accuracy=0.0")) == 32
-    resumed = trained(stopped, data, *same)
+    assert len(train(stopped, data, *deterministic, "--until", "accuracy=0.0")) == 32
+    resumed = train(stopped, data, *deterministic)
     whole.mkdir()
     shutil.copy(stopped / "recipe.toml", whole)
-    shutil.copytree(stopped / "programs", whole / "programs")  # the same programs, but nothing learnt yet
+    shutil.copytree(stopped / "programs", whole / "programs")  # the same programs, but no checkpoint yet
     assert any((whole / "programs").iterdir())
-    assert trained(whole, data, *same) == resumed
+    assert train(whole, data, *deterministic) == resumed
     assert len(resumed) == 96
