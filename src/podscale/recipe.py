@@ -53,7 +53,7 @@ class Data:
 class Model:
     """The network."""
 
-    name: str = _field("resnet8", "a name that `podscale.models.registry.names()` lists")
+    name: str = _field("resnet8", "a name that `podscale.models.registry.list_models()` lists")
     stem: Literal["conv7", "space_to_depth", "small"] = _field(
         "small", "7x7 stride 2 and max-pool; the same function on 2x2 blocks; or 3x3 for small images"
     )
