@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from podscale.data.random import Stream, bits, permutation, uniform, words
+from podscale.data.random import Stream, compute_philox, draw_permutation, draw_uint32, draw_uniform
 from podscale.errors import UserError
 
 VECTORS = [
@@ -13,11 +13,11 @@ VECTORS = [
 ]
 
 
-def numbers(text):
-    return [int(word, 16) for word in text.split()]
+def parse_numbers(text):
+    return [int(value, 16) for value in text.split()]
 
 
-def philox(key, counter):
+def compute_scalar_philox(key, counter):
     c, k = list(counter), list(key)
     for _ in range(10):
         a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -26,44 +26,44 @@ def philox(key, counter):
     return c
 
 
-@pytest.mark.parametrize(("counter", "key", "answer"), VECTORS)
-def test_gives_the_known_answers(counter, key, answer):
-    counters = np.array([numbers(counter)] * 3, np.uint32)
-    assert bits(tuple(numbers(key)), counters).tolist() == [numbers(answer)] * 3
+@pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
+def test_philox_equals_the_published_vectors(counter, key, expected):
+    counters = np.array([parse_numbers(counter)] * 3, np.uint32)
+    assert compute_philox(tuple(parse_numbers(key)), counters).tolist() == [parse_numbers(expected)] * 3
 
 
-def test_counters_name_stream_then_numbers_and_the_seed_is_the_key():
+def test_the_counter_is_stream_and_numbers_and_the_key_is_the_seed():
     seed = 0x123456789ABCDEF0
-    drawn = words(seed, Stream.FLIP, np.array([[5], [6]]), [7, 8, 9])
-    assert drawn.shape == (2, 3, 4)
-    assert drawn[1, 2].tolist() == philox((0x9ABCDEF0, 0x12345678), (Stream.FLIP, 6, 9, 0))
+    values = draw_uint32(seed, Stream.FLIP, np.array([[5], [6]]), [7, 8, 9])
+    assert values.shape == (2, 3, 4)
+    assert values[1, 2].tolist() == compute_scalar_philox((0x9ABCDEF0, 0x12345678), (Stream.FLIP, 6, 9, 0))
 
 
 def test_uniform_numbers_fill_the_unit_interval():
-    drawn = uniform(1, Stream.CROP, 0, np.arange(50_000), 0)
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    counts = np.histogram(drawn, bins=20, range=(0, 1))[0]
+    values = draw_uniform(1, Stream.CROP, 0, np.arange(50_000), 0)
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = np.histogram(values, bins=20, range=(0, 1))[0]
     assert np.abs(counts - 10_000).max() < 500
-    assert np.abs(np.corrcoef(drawn.T) - np.eye(4)).max() < 0.02
+    assert np.abs(np.corrcoef(values.T) - np.eye(4)).max() < 0.02
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 1000])
-def test_a_permutation_holds_everything_once(n):
-    assert sorted(permutation(3, Stream.ORDER, n, 1, 2)) == list(range(n))
+def test_a_permutation_contains_each_number_once(n):
+    assert sorted(draw_permutation(3, Stream.ORDER, n, 1, 2)) == list(range(n))
 
 
 def test_permutations_differ_by_seed_lane_and_pass():
-    drawn = {tuple(permutation(s, Stream.ORDER, 50, lane, p)) for s in (0, 1) for lane in (0, 1) for p in (0, 1)}
-    assert len(drawn) == 8
+    values = {tuple(draw_permutation(s, Stream.ORDER, 50, lane, p)) for s in (0, 1) for lane in (0, 1) for p in (0, 1)}
+    assert len(values) == 8
 
 
-def test_permutations_are_fair():
-    drawn = np.stack([permutation(0, Stream.ORDER, 4, 0, i) for i in range(4000)])
-    counts = np.stack([np.bincount(place, minlength=4) for place in drawn.T])
+def test_permutations_are_uniform():
+    values = np.stack([draw_permutation(0, Stream.ORDER, 4, 0, i) for i in range(4000)])
+    counts = np.stack([np.bincount(column, minlength=4) for column in values.T])
     assert np.abs(counts - 1000).max() < 130
 
 
-def test_refuses_seeds_that_are_no_key():
+def test_seeds_beyond_64_bits_are_refused():
     with pytest.raises(UserError, match=r"train\.seed must be at least 0 and below 2\*\*64"):
-        words(2**64, Stream.ORDER, 0)
+        draw_uint32(2**64, Stream.ORDER, 0)

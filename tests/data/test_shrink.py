@@ -1,4 +1,4 @@
-"""`data.shrink`: pictures made smaller before anything else, in training, evaluation and prediction alike."""
+"""`data.shrink`: images made smaller before anything else, in training, evaluation and prediction alike."""
 
 import io
 import itertools
@@ -11,8 +11,8 @@ from support import writers
 
 from podscale import recipe as recipes
 from podscale.data import decode, loader
-from podscale.data.index.dataset import files_index, open_index
-from podscale.data.order import eval_boxes
+from podscale.data.index.dataset import index_files, open_index
+from podscale.data.order import compute_eval_boxes
 from podscale.errors import UserError
 from podscale.export import inference
 from podscale.training.loop import train
@@ -25,22 +25,24 @@ TINY |= {"batch.size": 4, "batch.span": 4, "train.epochs": 1, "train.eval_epochs
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     root = writers.write_folder(tmp_path_factory.mktemp("shrink"))
-    return recipes.override(recipes.load("finetune"), TINY | {"data.path": str(root), "data.shrink": LONGEST})
+    return recipes.override_recipe(
+        recipes.load_recipe("finetune"), TINY | {"data.path": str(root), "data.shrink": LONGEST}
+    )
 
 
-def shrunk(picture):
-    """By Pillow alone: across, then down."""
-    scale = min(1, LONGEST / max(picture.size))
-    width, height = (max(1, int(side * scale + 0.5)) for side in picture.size)
-    across = picture.resize((width, picture.height), Image.Resampling.BILINEAR)
-    return across.resize((width, height), Image.Resampling.BILINEAR)
+def shrink_with_pillow(image):
+    """Resize horizontally, then vertically, by Pillow alone."""
+    scale = min(1, LONGEST / max(image.size))
+    width, height = (max(1, int(side * scale + 0.5)) for side in image.size)
+    narrowed = image.resize((width, image.height), Image.Resampling.BILINEAR)
+    return narrowed.resize((width, height), Image.Resampling.BILINEAR)
 
 
-def expected(index, sample):
-    """What evaluation shall see."""
-    picture = shrunk(Image.fromarray(decode.decode(index.read(sample))))
+def crop_with_pillow(index, sample):
+    """Return what evaluation has to see."""
+    image = shrink_with_pillow(Image.fromarray(decode.decode_image(index.read(sample))))
     out = np.zeros((SIZE, SIZE, 3), np.uint8)
-    decode.crop(np.asarray(picture), eval_boxes(0.875, np.array([picture.size]))[0], False, SIZE, out)
+    decode.crop_image(np.asarray(image), compute_eval_boxes(0.875, np.array([image.size]))[0], False, SIZE, out)
     return out
 
 
@@ -53,74 +55,76 @@ def expected(index, sample):
         ((500, 334), 256, (256, 171)),  # 171.008
         ((400, 300), 400, (400, 300)),  # already small enough
         ((3, 2), 400, (3, 2)),  # never larger
-        ((1000, 1), 10, (10, 1)),  # never nothing
+        ((1000, 1), 10, (10, 1)),  # never empty
         ((501, 501), 500, (500, 500)),
         ((4, 2), 1, (1, 1)),
         ((500, 375), 0, (500, 375)),
     ],
 )
-def test_the_longer_side_becomes_that_long_and_the_other_rounds_to_the_nearest_pixel(size, longest, result):
-    assert tuple(decode.shrunk_sizes(np.array([size], np.int32), longest)[0]) == result
+def test_the_longer_side_is_limited_and_the_other_is_rounded_to_the_nearest_pixel(size, longest, result):
+    assert tuple(decode.shrink_sizes(np.array([size], np.int32), longest)[0]) == result
 
 
-def test_pixels_are_those_of_a_picture_that_was_shrunk_before(recipe):
+def test_pixels_equal_those_of_an_image_shrunk_beforehand(recipe):
     index = open_index(recipe.data).train
     assert index.sizes.max() <= LONGEST
     for sample in range(len(index)):
-        before = Image.fromarray(decode.decode(index.read(sample)))
-        np.testing.assert_array_equal(index.pixels(sample), np.asarray(shrunk(before)))
+        before = Image.fromarray(decode.decode_image(index.read(sample)))
+        np.testing.assert_array_equal(index.load_pixels(sample), np.asarray(shrink_with_pillow(before)))
 
 
-def test_only_pictures_that_are_larger_are_resampled(recipe):
-    plain = open_index(recipes.override(recipe, {"data.shrink": 0}).data).train
+def test_only_larger_images_are_resampled(recipe):
+    original = open_index(recipes.override_recipe(recipe, {"data.shrink": 0}).data).train
     small = open_index(recipe.data).train
-    samples = np.arange(len(plain))
-    large = plain.sizes.max(axis=1) > LONGEST
-    assert 0 < large.sum() < len(plain)
-    assert small.shrinks(samples).tolist() == large.tolist()
+    samples = np.arange(len(original))
+    large = original.sizes.max(axis=1) > LONGEST
+    assert 0 < large.sum() < len(original)
+    assert small.needs_shrinking(samples).tolist() == large.tolist()
     for sample in samples[~large].tolist():
-        np.testing.assert_array_equal(small.pixels(sample), plain.pixels(sample))
+        np.testing.assert_array_equal(small.load_pixels(sample), original.load_pixels(sample))
 
 
 @pytest.mark.parametrize("decoder", ["native", "plain"])
 @pytest.mark.parametrize("kind", ["none", "encoded", "decoded"])
-def test_evaluation_sees_shrunk_pictures(recipe, monkeypatch, decoder, kind):
+def test_evaluation_sees_shrunk_images(recipe, monkeypatch, decoder, kind):
     monkeypatch.setenv("PODSCALE_DECODER", decoder)
     index = open_index(recipe.data).val
-    assert index.shrinks(np.arange(len(index))).any()
-    index = index if kind == "none" else index.cached(kind, np.arange(len(index)))
+    assert index.needs_shrinking(np.arange(len(index))).any()
+    index = index if kind == "none" else index.with_cache(kind, np.arange(len(index)))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
     for _ in range(2):
-        with loader.eval_batches(index, recipe, sharding, len(index)) as batches:
+        with loader.load_eval_batches(index, recipe, sharding, len(index)) as batches:
             (batch,) = batches
         for sample, pixels in enumerate(np.asarray(batch.images)):
-            np.testing.assert_array_equal(pixels, expected(index, sample))
+            np.testing.assert_array_equal(pixels, crop_with_pillow(index, sample))
 
 
-def test_prediction_sees_shrunk_pictures_and_evaluation_of_a_run_does(recipe, tmp_path, monkeypatch):
-    train(recipe, folder=tmp_path / "run", pod=inference.find(virtual="1x1"))
+def test_prediction_and_evaluation_of_a_run_see_shrunk_images(recipe, tmp_path, monkeypatch):
+    train(recipe, folder=tmp_path / "run", pod=inference.find_pod(virtual="1x1"))
     run = inference.open_run(tmp_path / "run")
     paths = []
     for i, size in enumerate(((64, 40), (9, 12))):
         paths.append(tmp_path / f"{i}.jpg")
         Image.effect_noise(size, 80).save(paths[-1])
-    seen, real = [], inference.steps.predictor
+    batches, make_predictor = [], inference.steps.make_predictor
     monkeypatch.setattr(
         inference.steps,
-        "predictor",
-        lambda *arguments: lambda *numbers: seen.append(numbers[-1]) or real(*arguments)(*numbers),
+        "make_predictor",
+        lambda *model: lambda *inputs: batches.append(inputs[-1]) or make_predictor(*model)(*inputs),
     )
     inference.predict(run, [str(path) for path in paths])
-    index = files_index(paths)
-    for sample, pixels in enumerate(itertools.chain(*seen)):
-        np.testing.assert_array_equal(pixels, expected(index, sample))
-    opened, real_batches = [], loader.eval_batches
+    index = index_files(paths)
+    for sample, pixels in enumerate(itertools.chain(*batches)):
+        np.testing.assert_array_equal(pixels, crop_with_pillow(index, sample))
+    indexes, load_eval_batches = [], loader.load_eval_batches
     monkeypatch.setattr(
-        loader, "eval_batches", lambda index, *rest, **more: opened.append(index) or real_batches(index, *rest, **more)
+        loader,
+        "load_eval_batches",
+        lambda index, *args, **kwargs: indexes.append(index) or load_eval_batches(index, *args, **kwargs),
     )
-    inference.evaluate(run, inference.find(virtual="1x1"))
-    assert opened[0].sizes.max() == LONGEST
+    inference.evaluate(run, inference.find_pod(virtual="1x1"))
+    assert indexes[0].sizes.max() == LONGEST
 
 
 def test_arrays_are_shrunk_too(tmp_path):
@@ -131,7 +135,9 @@ def test_arrays_are_shrunk_too(tmp_path):
     index = open_index(recipes.Data(source="npz", path=str(tmp_path / "a.npz"), shrink=LONGEST)).train
     assert index.sizes.tolist() == [[20, 16]] * 6
     for sample, pixels in enumerate(images):
-        np.testing.assert_array_equal(index.pixels(sample), np.asarray(shrunk(Image.fromarray(pixels))))
+        np.testing.assert_array_equal(
+            index.load_pixels(sample), np.asarray(shrink_with_pillow(Image.fromarray(pixels)))
+        )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +149,7 @@ def test_arrays_are_shrunk_too(tmp_path):
         ("half", "data.shrink must be a whole number, not 'half'"),
     ],
 )
-def test_refuses(recipe, value, sentence):
+def test_invalid_values_are_refused(recipe, value, sentence):
     with pytest.raises(UserError) as error:
-        recipes.override(recipe, {"data.shrink": value})
+        recipes.override_recipe(recipe, {"data.shrink": value})
     assert str(error.value) == sentence
