@@ -33,7 +33,7 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.forecast import choice
 from podscale.models import registry
-from podscale.models.functional import functional
+from podscale.models.functional import make_functional
 from podscale.optim import schedules
 from podscale.parallel import sharded
 from podscale.planner import described_devices
@@ -62,7 +62,7 @@ def with_devices(pod: Any, devices: Any) -> Any:
 
 def describe_tpu_devices(text: str) -> Any:
     """The devices of a TPU pod that is not here, in the order in which the program numbers them."""
-    return described_devices.pod(pods.named_pod(text)).devices
+    return described_devices.describe_pod(pods.named_pod(text)).devices
 
 
 def make_plan(recipe: Any, pod: Any, options: dict[str, Any]) -> Any:
@@ -71,11 +71,11 @@ def make_plan(recipe: Any, pod: Any, options: dict[str, Any]) -> Any:
     The choice is made for the pod without devices: with some it would time messages between hosts.
     """
     size, classes = recipe.data.image_size, recipe.data.classes
-    net, params, _ = functional(
-        nnx.eval_shape(lambda: registry.build(recipe.model, classes, size)), recipe.model.freeze
+    net, params, _ = make_functional(
+        nnx.eval_shape(lambda: registry.build_model(recipe.model, classes, size)), recipe.model.freeze
     )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
-    chosen = choice.settled(Options(**options), with_devices(pod, ()), parameters).options
+    chosen = choice.choose_summation(Options(**options), with_devices(pod, ()), parameters).options
     return setup.plan_recipe(recipe, pod, chosen)
 
 
@@ -87,16 +87,19 @@ def programs_of(plan: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """{"train", "eval", "predict"}: jitted functions and shapes of their arguments, as training would call them."""
     recipe, mesh = plan.recipe, plan.pod.mesh(plan.tile)
     size = recipe.data.image_size
-    model = nnx.eval_shape(lambda: registry.build(recipe.model, plan.counts.classes, size))
-    net, params, stats = functional(model, recipe.model.freeze)
+    model = nnx.eval_shape(lambda: registry.build_model(recipe.model, plan.counts.classes, size))
+    net, params, stats = make_functional(model, recipe.model.freeze)
     schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
     optimizer = steps.make_plan_optimizer(net, plan, schedule)
     state = jax.eval_shape(lambda p, s: steps.init_state(recipe, p, s, optimizer), params, stats)
     state = _everywhere(state, mesh)
     if plan.summation == sharded.NAME:
-        cutter = sharded.Cutter(mesh, optimizer, params)
-        state = state._replace(optimizer=cutter.like_parts(state.optimizer))
-    train = steps.make_train_call(net, plan, optimizer, schedule, mesh), (state, *steps.describe_call_arguments(plan, mesh))
+        partitioner = sharded.Partitioner(mesh, optimizer, params)
+        state = state._replace(optimizer=partitioner.make_abstract_parts(state.optimizer))
+    train = (
+        steps.make_train_call(net, plan, optimizer, schedule, mesh),
+        (state, *steps.describe_call_arguments(plan, mesh)),
+    )
 
     count, spread = plan.eval_images * plan.pod.size, pods.make_batch_sharding(mesh)
     images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=spread)

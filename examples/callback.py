@@ -1,15 +1,15 @@
-"""Listen to a training: keep the best accuracy, and stop when it has not risen for two evaluations.
+"""Follow a training with a callback: stop when the accuracy has not improved for two evaluations.
 
     python examples/callback.py
 
-A callback is a function of one event; `podscale.runs.events` says which there are.
+A callback is a function of one event; `podscale.runs.events` lists the events.
 """
 
 import podscale
 
 
 class Patience:
-    """Ends a training once the accuracy has not risen for so many evaluations."""
+    """Stop a training once the accuracy has not improved for so many evaluations."""
 
     def __init__(self, evaluations: int) -> None:
         self.best, self.since, self.evaluations = 0.0, 0, evaluations

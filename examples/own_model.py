@@ -1,4 +1,4 @@
-"""Bring your own model: any flax.nnx module from pictures to logits. The recipe and the pods stay as they are.
+"""Train your own model: any flax.nnx module from images to logits. Recipe and pods stay the same.
 
 python examples/own_model.py
 """
@@ -10,7 +10,7 @@ import podscale
 
 
 class Plain(nnx.Module):
-    """Two convolutions with batch norm, then the mean over the picture."""
+    """Two convolutions with batch norm, then the mean over the image."""
 
     def __init__(self, width: int, classes: int, rngs: nnx.Rngs) -> None:
         self.first = nnx.Conv(3, width, (3, 3), use_bias=False, rngs=rngs)
@@ -25,8 +25,8 @@ class Plain(nnx.Module):
         return self.head(x.mean(axis=(1, 2)))
 
 
-@podscale.register("plain")
-def plain(config, classes, image_size, rngs):  # config: the recipe's model section
+@podscale.register_model("plain")
+def build_plain(config, classes, image_size, rngs):  # config: the recipe's model section
     return Plain(config.width, classes, rngs)
 
 

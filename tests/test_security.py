@@ -1,4 +1,4 @@
-"""Nothing that is read is ever run: what the source may not call, and malicious files for every reader."""
+"""No file that is read is ever executed: calls that the source must not contain, malicious files for every reader."""
 
 import ast
 import contextlib
@@ -20,7 +20,7 @@ from podscale.cli.main import main
 from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
 from podscale.models.weights.torchvision import read_tensors
-from podscale.training.checkpoint import Checkpoints, DamagedError
+from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
 
 SOURCE = Path(__file__).parents[1] / "src"
 # Modules that run what they read, or that would make it easy.
@@ -43,8 +43,8 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"
 # --- the source ------------------------------------------------------------------------------------------------------
 
 
-def dotted(node):
-    """`a.b.c` as text; empty for anything else."""
+def format_dotted(node):
+    """Return `a.b.c` as text; empty for anything else."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -52,36 +52,36 @@ def dotted(node):
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def keyword(call, name):
-    value = next((word.value for word in call.keywords if word.arg == name), None)
+def get_keyword(call, name):
+    value = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
     return value.value if isinstance(value, ast.Constant) else None
 
 
-def complaints(text):
-    """Everything in a piece of source that may run what it reads."""
-    found = []
+def find_violations(text):
+    """Return everything in a source text that may execute what it reads."""
+    violations = []
     for node in ast.walk(ast.parse(text)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        found += [f"imports {name}" for name in names if name.partition(".")[0] in BANNED]
+        violations += [f"imports {name}" for name in names if name.partition(".")[0] in BANNED]
         if not isinstance(node, ast.Call):
             continue
-        name = dotted(node.func)
+        name = format_dotted(node.func)
         if name in BANNED_CALLS:
-            found.append(f"calls {name}")
-        if name in ("np.load", "numpy.load") and keyword(node, "allow_pickle") is not False:
-            found.append("calls np.load without allow_pickle=False")
-        if name == "torch.load" and keyword(node, "weights_only") is not True:
-            found.append("calls torch.load without weights_only=True")
-        if keyword(node, "shell") is True:
-            found.append(f"gives {name} a shell")
-    return found
+            violations.append(f"calls {name}")
+        if name in ("np.load", "numpy.load") and get_keyword(node, "allow_pickle") is not False:
+            violations.append("calls np.load without allow_pickle=False")
+        if name == "torch.load" and get_keyword(node, "weights_only") is not True:
+            violations.append("calls torch.load without weights_only=True")
+        if get_keyword(node, "shell") is True:
+            violations.append(f"gives {name} a shell")
+    return violations
 
 
-def test_the_source_never_runs_what_it_reads():
+def test_the_source_never_executes_what_it_reads():
     files = sorted(SOURCE.rglob("*.py"))
     assert len(files) > 50
-    assert {str(path): found for path in files if (found := complaints(path.read_text()))} == {}
+    assert {str(path): violations for path in files if (violations := find_violations(path.read_text()))} == {}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_the_source_never_runs_what_it_reads():
         ("subprocess.run(text, shell=True)", "a shell"),
     ],
 )
-def test_the_search_finds_what_it_looks_for(text, words):
-    (found,) = complaints(text)
-    assert words in found
-    assert complaints("model.eval(); np.load(file, allow_pickle=False); torch.load(f, weights_only=True)") == []
+def test_the_search_finds_violations(text, words):
+    (violation,) = find_violations(text)
+    assert words in violation
+    assert find_violations("model.eval(); np.load(file, allow_pickle=False); torch.load(f, weights_only=True)") == []
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -107,26 +107,26 @@ def test_the_search_finds_what_it_looks_for(text, words):
 
 @pytest.fixture
 def harm(tmp_path):
-    """An object whose pickle leaves a file behind wherever it is loaded, and that file."""
+    """An object whose pickle creates a file when it is loaded, and that file."""
     sign = tmp_path / "it-ran"
 
     class Harm:
         def __reduce__(self):
             return os.system, (f"touch {sign}",)
 
-    pickle.loads(pickle.dumps(Harm()))  # it does what it should
+    pickle.loads(pickle.dumps(Harm()))  # check that loading creates the file
     assert sign.exists()
     sign.unlink()
     return Harm(), sign
 
 
-def refused(arguments, capfd):
-    """The sentence by which a command refuses."""
-    assert main.main([str(word) for word in arguments]) == 2
-    said = capfd.readouterr().err.strip().splitlines()
-    assert len(said) == 1, said
-    assert said[0].startswith("podscale: ")
-    return said[0]
+def run_refused(arguments, capfd):
+    """Run a command that is refused, and return its sentence."""
+    assert main([str(argument) for argument in arguments]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("podscale: ")
+    return lines[0]
 
 
 def test_a_pickle_inside_an_npz_is_refused(tmp_path, harm, capfd):
@@ -134,28 +134,29 @@ def test_a_pickle_inside_an_npz_is_refused(tmp_path, harm, capfd):
     path = tmp_path / "data.npz"
     labels = np.zeros(4, int)
     np.savez(path, train_images=np.array([evil] * 4), train_labels=labels, val_images=labels, val_labels=labels)
-    said = refused(["train", "digits", "--data.source", "npz", "--data.path", path, "--run", tmp_path / "run"], capfd)
-    assert "not a readable .npz file of plain arrays" in said
+    options = ["--data.source", "npz", "--data.path", path, "--run", tmp_path / "run"]
+    sentence = run_refused(["train", "digits", *options], capfd)
+    assert "not a readable .npz file of plain arrays" in sentence
     assert not sign.exists()
 
 
-def npy(shape, kind="|u1", data=b""):
-    held = io.BytesIO()
-    np.lib.format.write_array_header_1_0(held, {"descr": kind, "fortran_order": False, "shape": shape})
-    return held.getvalue() + data
+def make_npy(shape, kind="|u1", data=b""):
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": shape})
+    return file.getvalue() + data
 
 
 @pytest.mark.parametrize(
     ("member", "words"),
     [
-        (npy((2**40,)), "claims to have shape"),
-        (npy((2**62, 2**62)), "claims to have shape"),
-        (npy((2, 2), data=bytes(3)), "expected 4 bytes got 3"),
+        (make_npy((2**40,)), "claims to have shape"),
+        (make_npy((2**62, 2**62)), "claims to have shape"),
+        (make_npy((2, 2), data=bytes(3)), "expected 4 bytes got 3"),
         (b"\x93NUMPY\x01\x00\xff\xff{", "EOF"),
         (b"not an array", "magic"),
     ],
 )
-def test_arrays_that_claim_more_than_they_have_are_refused_before_they_are_made(tmp_path, member, words):
+def test_arrays_larger_than_their_data_are_refused_before_allocation(tmp_path, member, words):
     path = tmp_path / "data.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("train_images.npy", member)
@@ -164,7 +165,7 @@ def test_arrays_that_claim_more_than_they_have_are_refused_before_they_are_made(
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt"])
-def test_a_pickle_in_place_of_a_state_dict_is_refused(tmp_path, harm, suffix):
+def test_a_pickle_instead_of_a_state_dict_is_refused(tmp_path, harm, suffix):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: state dicts cannot be read at all")
     evil, sign = harm
     path = tmp_path / f"weights{suffix}"
@@ -179,8 +180,8 @@ def test_a_pickle_in_place_of_a_state_dict_is_refused(tmp_path, harm, suffix):
 
 
 @pytest.mark.parametrize("content", ["pickle", "zip"])
-def test_a_state_dict_needs_torch_or_is_refused(tmp_path, harm, content):
-    """Also where PyTorch is not installed, nothing else may take its place."""
+def test_a_malicious_state_dict_is_refused_with_and_without_torch(tmp_path, harm, content):
+    """Without PyTorch, nothing else may read it instead."""
     evil, sign = harm
     path = tmp_path / "weights.pth"
     if content == "pickle":
@@ -193,41 +194,41 @@ def test_a_state_dict_needs_torch_or_is_refused(tmp_path, harm, content):
     assert not sign.exists()
 
 
-def safetensors(header, data=b"", length=None):
+def make_safetensors(header, data=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def entry(**changes):
+def make_entry(**changes):
     return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        safetensors(entry(), bytes(8), length=2**62),
-        safetensors(entry(), bytes(8), length=2**27),
-        safetensors(entry(), bytes(4)),
-        safetensors(entry(), bytes(80)),
-        safetensors(entry(shape=[2**40]), bytes(8)),
-        safetensors(entry(shape=[2**63, 2**63]), bytes(8)),
-        safetensors(entry(data_offsets=[0, 2**60]), bytes(8)),
-        safetensors(entry(data_offsets=[8, 0]), bytes(8)),
-        safetensors(entry(dtype="O"), bytes(8)),
-        safetensors(entry() | {"b": entry()["a"]}, bytes(8)),
-        safetensors(b"{" * 100_000),
+        make_safetensors(make_entry(), bytes(8), length=2**62),
+        make_safetensors(make_entry(), bytes(8), length=2**27),
+        make_safetensors(make_entry(), bytes(4)),
+        make_safetensors(make_entry(), bytes(80)),
+        make_safetensors(make_entry(shape=[2**40]), bytes(8)),
+        make_safetensors(make_entry(shape=[2**63, 2**63]), bytes(8)),
+        make_safetensors(make_entry(data_offsets=[0, 2**60]), bytes(8)),
+        make_safetensors(make_entry(data_offsets=[8, 0]), bytes(8)),
+        make_safetensors(make_entry(dtype="O"), bytes(8)),
+        make_safetensors(make_entry() | {"b": make_entry()["a"]}, bytes(8)),
+        make_safetensors(b"{" * 100_000),
         pickle.dumps({"a": 1}),
         b"",
     ],
 )
-def test_safetensors_with_a_header_that_lies_are_refused(tmp_path, content):
+def test_safetensors_with_a_false_header_are_refused(tmp_path, content):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(content)
     with pytest.raises(UserError, match="is not a readable safetensors file"):
         read_tensors(path)
 
 
-def test_foreign_files_among_checkpoints_are_left_alone(tmp_path, harm):
+def test_foreign_files_among_checkpoints_are_ignored(tmp_path, harm):
     evil, sign = harm
     folder, state = tmp_path / "checkpoints", {"w": jnp.arange(4.0)}
     with Checkpoints(folder) as checkpoints:
@@ -245,23 +246,23 @@ def test_foreign_files_among_checkpoints_are_left_alone(tmp_path, harm):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves its event loops open
 @pytest.mark.parametrize("name", ["_METADATA", "_sharding", "manifest.ocdbt", "_CHECKPOINT_METADATA"])
-def test_a_pickle_in_place_of_a_checkpoints_own_files_is_not_run(tmp_path, harm, name):
+def test_a_pickle_instead_of_a_checkpoints_files_is_not_executed(tmp_path, harm, name):
     evil, sign = harm
     folder, state = tmp_path / "checkpoints", {"w": jnp.arange(4.0)}
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(5, state)
     for path in folder.rglob(name):
         path.write_bytes(pickle.dumps(evil))
-    with contextlib.suppress(DamagedError), Checkpoints(folder, read_only=True) as checkpoints:
-        np.testing.assert_array_equal(checkpoints.restore(5, state)["w"], np.arange(4.0))  # or it was not needed
+    with contextlib.suppress(DamagedCheckpointError), Checkpoints(folder, read_only=True) as checkpoints:
+        np.testing.assert_array_equal(checkpoints.restore(5, state)["w"], np.arange(4.0))  # or the file was not needed
     assert not sign.exists()
 
 
 def test_a_recipe_is_data_and_never_code(tmp_path, capfd):
     path = tmp_path / "mine.toml"
     path.write_text("__import__('os').system('touch it-ran')")
-    assert "is not valid TOML" in refused(["train", path], capfd)
+    assert "is not valid TOML" in run_refused(["train", path], capfd)
     path.write_text("[model]\nname = \"__import__('os')\"")
-    assert "no model" in refused(["train", path, "--run", tmp_path / "run"], capfd).replace("there is ", "")
+    assert "no model" in run_refused(["train", path, "--run", tmp_path / "run"], capfd).replace("there is ", "")
     assert not (tmp_path / "it-ran").exists()
     assert "mine" not in sys.modules

@@ -1,4 +1,4 @@
-"""Tables in Markdown and a plot in SVG of what `sums.py` found: measured points over the lines of the model.
+"""Make Markdown tables and an SVG plot of the results of `sums.py`: measured points over the lines of the model.
 
 python benchmarks/torusnet/draw.py sums-3x3.json sums-4x4.json --svg docs/torus-measured.svg
 """
@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from podscale.forecast.probe import Line, Probe
+from podscale.forecast.probe import LinearCost, Probe
 
 NAMES = {"xla": "`xla` (Gloo)", "ring": "`ring`", "ring2": "`ring2`", "torus": "`torus`", "torus4": "`torus4`"}
 COLOURS = {"xla": "#777777", "ring": "#c44e52", "ring2": "#e8a33d", "torus": "#4878a8", "torus4": "#2c7a4b"}
@@ -22,72 +22,84 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--svg", type=Path)
     arguments = parser.parse_args()
-    found = [json.loads(path.read_text()) for path in arguments.files]
-    for one in found:
-        print(f"{title(one)}\n\n{table(one)}\n")
+    results = [json.loads(path.read_text()) for path in arguments.files]
+    for result in results:
+        print(f"{format_title(result)}\n\n{format_table(result)}\n")
     if arguments.svg:
-        arguments.svg.write_text(picture(found))
+        arguments.svg.write_text(draw_plot(results))
 
 
-def title(one: dict[str, Any]) -> str:
-    inside = f", {one['inside_mbit']:g} along rows" if one["inside_mbit"] else ""
-    return f"{one['shape']}, {one['mbit']:g} Mbit/s{inside}, {one['delay_us'] / 1000:g} ms a link"
+def format_title(result: dict[str, Any]) -> str:
+    inside = f", {result['inside_mbit']:g} along rows" if result["inside_mbit"] else ""
+    return f"{result['shape']}, {result['mbit']:g} Mbit/s{inside}, {result['delay_us'] / 1000:g} ms a link"
 
 
-def table(one: dict[str, Any]) -> str:
-    """A row a strategy, a column a payload: milliseconds, and the model's in brackets."""
-    payloads = list(dict.fromkeys(point["payload"] for point in one["points"]))
-    times = {(point["strategy"], point["payload"]): point for point in one["points"]}
+def format_table(result: dict[str, Any]) -> str:
+    """Return a row per strategy and a column per payload: milliseconds, and the model's in brackets."""
+    payloads = list(dict.fromkeys(point["payload"] for point in result["points"]))
+    times = {(point["strategy"], point["payload"]): point for point in result["points"]}
     lines = ["| ms (model) | " + " | ".join(payloads) + " |", "| --- |" + " --- |" * len(payloads)]
-    for name, shown in NAMES.items():
+    for name, label in NAMES.items():
         points = [times.get((name, payload)) for payload in payloads]
         cells = [f"{p['ms']:,.0f} ({p['model_ms']:,.0f})" if p else "" for p in points]
         if any(cells):
-            lines.append(f"| {shown} | " + " | ".join(cells) + " |")
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 # --- the plot ------------------------------------------------------------------------------------------------------
 
 
-def picture(found: list[dict[str, Any]]) -> str:
-    width = LEFT + len(found) * (WIDTH + GAP)
-    parts = [panel(one, LEFT + i * (WIDTH + GAP)) for i, one in enumerate(found)]
+def draw_plot(results: list[dict[str, Any]]) -> str:
+    width = LEFT + len(results) * (WIDTH + GAP)
+    parts = [draw_panel(result, LEFT + i * (WIDTH + GAP)) for i, result in enumerate(results)]
     size = f'viewBox="0 0 {width} {HEIGHT + 2 * TOP + 30}"'
     style = "text{font:12px sans-serif;fill:#333}.axis{stroke:#999;fill:none}.grid{stroke:#e4e4e4}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
     background = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([head, background, *parts, legend(), "</svg>"]) + "\n"
+    return "\n".join([head, background, *parts, draw_legend(), "</svg>"]) + "\n"
 
 
-def panel(one: dict[str, Any], left: float) -> str:
-    points: list[Point] = one["points"]
+def draw_panel(result: dict[str, Any], left: float) -> str:
+    points: list[Point] = result["points"]
     sizes, times = [p["bytes"] for p in points], [p["ms"] for p in points]
-    x = scale(min(sizes), max(sizes), left, left + WIDTH)
-    y = scale(10 ** math.floor(math.log10(min(times))), 10 ** math.ceil(math.log10(max(times))), TOP + HEIGHT, TOP)
-    parts = [f'<text x="{left}" y="{TOP - 14}">{title(one)}</text>', *grid(x, y, min(sizes), max(sizes), times, left)]
+    x = make_log_scale(min(sizes), max(sizes), left, left + WIDTH)
+    y = make_log_scale(
+        10 ** math.floor(math.log10(min(times))), 10 ** math.ceil(math.log10(max(times))), TOP + HEIGHT, TOP
+    )
+    parts = [
+        f'<text x="{left}" y="{TOP - 14}">{format_title(result)}</text>',
+        *draw_grid(x, y, min(sizes), max(sizes), times, left),
+    ]
     for name, colour in COLOURS.items():
-        own = [p for p in points if p["strategy"] == name]
-        if not own:
+        strategy_points = [p for p in points if p["strategy"] == name]
+        if not strategy_points:
             continue
-        line = " ".join(f"{x(size):.1f},{y(ms):.1f}" for size, ms in modelled(one, own[0], min(sizes), max(sizes)))
+        line = " ".join(
+            f"{x(size):.1f},{y(ms):.1f}"
+            for size, ms in predict_line(result, strategy_points[0], min(sizes), max(sizes))
+        )
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts += [f'<circle cx="{x(p["bytes"]):.1f}" cy="{y(p["ms"]):.1f}" r="4" fill="{colour}"/>' for p in own]
+        parts += [
+            f'<circle cx="{x(p["bytes"]):.1f}" cy="{y(p["ms"]):.1f}" r="4" fill="{colour}"/>' for p in strategy_points
+        ]
     return "\n".join(parts)
 
 
-def modelled(one: dict[str, Any], point: Point, least: int, most: int) -> list[tuple[float, float]]:
-    """The model's line of a strategy, as (bytes, milliseconds)."""
-    told = one["links"][str(point["cores"])]
-    lines = {
-        name: Line(value["hop_s"], value["rate"] or math.inf) for name, value in told.items() if isinstance(value, dict)
-    }  # JSON has no infinity: a chip of one core has nothing to sum
-    probe = Probe(told["rows"], told["cols"], **lines)
+def predict_line(result: dict[str, Any], point: Point, least: int, most: int) -> list[tuple[float, float]]:
+    """Return the model's line of a strategy, as (bytes, milliseconds)."""
+    links = result["links"][str(point["cores"])]
+    costs = {
+        name: LinearCost(value["hop_s"], value["rate"] or math.inf)
+        for name, value in links.items()
+        if isinstance(value, dict)
+    }  # JSON has no infinity, the rate of a chip with one core
+    probe = Probe(links["rows"], links["cols"], **costs)
     sizes = [least * (most / least) ** (i / 60) for i in range(61)]
-    return [(size, 1e3 * probe.summation_s(point["strategy"], size)) for size in sizes]
+    return [(size, 1e3 * probe.predict_summation_s(point["strategy"], size)) for size in sizes]
 
 
-def grid(x: Any, y: Any, least: int, most: int, times: list[float], left: float) -> list[str]:
+def draw_grid(x: Any, y: Any, least: int, most: int, times: list[float], left: float) -> list[str]:
     parts = []
     for power in range(math.floor(math.log10(min(times))), math.ceil(math.log10(max(times))) + 1):
         height = y(10**power)
@@ -100,19 +112,19 @@ def grid(x: Any, y: Any, least: int, most: int, times: list[float], left: float)
     return parts
 
 
-def legend() -> str:
-    words = []
+def draw_legend() -> str:
+    parts = []
     for i, (name, colour) in enumerate(COLOURS.items()):
-        at = LEFT + i * 80
-        words.append(f'<circle cx="{at}" cy="{TOP + HEIGHT + 40}" r="4" fill="{colour}"/>')
-        words.append(f'<text x="{at + 8}" y="{TOP + HEIGHT + 44}">{name}</text>')
+        x = LEFT + i * 80
+        parts.append(f'<circle cx="{x}" cy="{TOP + HEIGHT + 40}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 8}" y="{TOP + HEIGHT + 44}">{name}</text>')
     end = LEFT + len(COLOURS) * 80
-    words.append(f'<text x="{end}" y="{TOP + HEIGHT + 44}">points: measured; lines: model</text>')
-    return "\n".join(words)
+    parts.append(f'<text x="{end}" y="{TOP + HEIGHT + 44}">points: measured; lines: model</text>')
+    return "\n".join(parts)
 
 
-def scale(low: float, high: float, start: float, end: float) -> Any:
-    """From values to places, logarithmically."""
+def make_log_scale(low: float, high: float, start: float, end: float) -> Any:
+    """Return a logarithmic function from values to coordinates."""
     return lambda value: start + (end - start) * math.log(value / low) / math.log(high / low)
 
 

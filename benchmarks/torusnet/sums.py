@@ -1,8 +1,8 @@
-"""Claim: on a torus whose links are the limit, `torus` beats a ring at small payloads and `torus4` at large ones.
+"""Claim: on a torus limited by its links, `torus` beats a ring at small payloads and `torus4` at large ones.
 
 Every strategy of gradient summation runs as rows x columns separate processes over a network of namespaces on this
-machine (`network.py`), beside Gloo's own all-reduce, which is what `xla` is between CPUs. Several messages of one
-program go one after the other there, so a process has one device for each path: two for `ring2`, four for `torus4`.
+machine (`network.py`), and Gloo's own all-reduce, which `xla` uses between CPUs. There, several messages of one
+program are sent in sequence, so a process has one device for each path: two for `ring2`, four for `torus4`.
 A second table has the ratios. Needs root.
 
     python benchmarks/torusnet/sums.py 4x4 [--mbit 25] [--inside-mbit M] [--delay-us 2000] [--bytes 64,65536,...]
@@ -21,11 +21,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from network import Torus, Wires, idle_share
+from network import Torus, Wires, measure_idle_share
 
-CORES = {"xla": 1, "ring": 1, "torus": 1, "ring2": 2, "torus4": 4}  # devices of a process: one a path
+CORES = {"xla": 1, "ring": 1, "torus": 1, "ring2": 2, "torus4": 4}  # devices of a process: one per path
 SIZES = "64,4096,65536,1000000,10000000"
-RATIOS = (("torus", "ring"), ("torus4", "xla"), ("torus4", "ring2"))  # the first is to be faster
+RATIOS = (("torus", "ring"), ("torus4", "xla"), ("torus4", "ring2"))  # the first should be faster
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, cols = map(int, arguments.shape.split("x"))
     wires = Wires(arguments.inside_mbit or arguments.mbit, arguments.mbit, arguments.delay_us)
-    print(f"{idle_share():.0%} of the cores' time is idle before the start", flush=True)
+    print(f"{measure_idle_share():.0%} of the cores' time is idle before the start", flush=True)
     points: list[dict[str, Any]] = []
     links: dict[str, Any] = {}
     for cores in sorted(set(CORES.values())):
@@ -50,32 +50,32 @@ def main() -> None:
         if not names:
             continue
         with Torus(rows, cols, wires) as torus:
-            found = summed(torus, cores, names, arguments)
-        links[str(cores)] = found["links"]
-        points += [point | {"cores": cores} for point in found["points"]]
-        print(f"{', '.join(names)}: {torus.late}", flush=True)
+            measurement = measure_sums(torus, cores, names, arguments)
+        links[str(cores)] = measurement["links"]
+        points += [point | {"cores": cores} for point in measurement["points"]]
+        print(f"{', '.join(names)}: {torus.lateness}", flush=True)
     result = vars(arguments) | {"json": "", "cpus": os.cpu_count(), "date": str(date.today())}
     arguments.json.write_text(json.dumps(result | {"links": links, "points": points}, indent=1) + "\n")
-    tell(points)
+    print_points(points)
 
 
-def summed(torus: Torus, cores: int, names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `podscale bench sum` finds, run by every host of the torus."""
+def measure_sums(torus: Torus, cores: int, names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run `podscale bench sum` on every host of the torus and return its result."""
     port = 20000 + int(time.time()) % 20000
 
-    def command(number: int, first: str) -> list[str]:
-        joins = ["--coordinator", f"{first}:{port}", "--processes", str(len(torus.hosts)), "--process", str(number)]
-        what = ["--strategies", ",".join(names), "--bytes", arguments.bytes, "--no-tree"]
+    def make_command(number: int, first: str) -> list[str]:
+        group = ["--coordinator", f"{first}:{port}", "--processes", str(len(torus.hosts)), "--process", str(number)]
+        sums = ["--strategies", ",".join(names), "--bytes", arguments.bytes, "--no-tree"]
         machine = ["--pod.shape", arguments.shape, "--pod.cores", str(cores), "--plan.bucket_mib", "0"]
-        how = ["--repeats", str(arguments.repeats), "--json"]
-        return [sys.executable, "-m", "podscale", "bench", "sum", *what, *machine, *how, *joins]
+        output = ["--repeats", str(arguments.repeats), "--json"]
+        return [sys.executable, "-m", "podscale", "bench", "sum", *sums, *machine, *output, *group]
 
     env = {"JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "", "HOSTNAME": socket.gethostname()}
-    return json.loads(torus.run(command, 60 * arguments.minutes, env)[0])
+    return json.loads(torus.run(make_command, 60 * arguments.minutes, env)[0])
 
 
-def tell(points: list[dict[str, Any]]) -> None:
-    """The points beside their model, then the ratios."""
+def print_points(points: list[dict[str, Any]]) -> None:
+    """Print the points with their predictions, then the ratios."""
     for point in points:
         model = f"model {point['model_ms']:8.1f} ({point['ms'] / point['model_ms'] - 1:+.0%})"
         print(f"{point['strategy']:8}{point['payload']:>16}{point['ms']:10.1f} ms, {model}")

@@ -13,36 +13,36 @@ import pytest
 
 import podscale
 from podscale.cli import completion, parser
-from podscale.recipe import presets
+from podscale.recipe import list_presets
 
 
-def after(*words):
-    return completion.candidates(parser.make_parser(), list(words))
+def complete(*words):
+    return completion.list_candidates(parser.make_parser(), list(words))
 
 
-def test_verbs_recipes_options_and_their_values_are_completed():
-    assert "train" in after("")
-    assert "complete" not in after("")
-    assert after("tr") == ["train"]
-    assert {"index", "prepare", "show"} <= set(after("data", ""))
-    assert after("train", "") == sorted(presets())
-    assert after("train", "digits", "--optimizer.n") == [
+def test_commands_recipes_options_and_their_values_are_completed():
+    assert "train" in complete("")
+    assert "complete" not in complete("")
+    assert complete("tr") == ["train"]
+    assert {"index", "prepare", "show"} <= set(complete("data", ""))
+    assert complete("train", "") == sorted(list_presets())
+    assert complete("train", "digits", "--optimizer.n") == [
         f"--optimizer.{f}" for f in ("name", "nesterov", "newton_schulz")
     ]
-    assert after("train", "digits", "--optimizer.name", "") == ["adamw", "lars", "muon", "sgd"]
-    assert after("train", "digits", "--optimizer.nesterov", "t") == ["true"]
-    assert after("plan", "--plan.summation", "to")[:2] == ["torus", "torus4"]
-    assert after("completion", "") == ["bash", "fish", "zsh"]
+    assert complete("train", "digits", "--optimizer.name", "") == ["adamw", "lars", "muon", "sgd"]
+    assert complete("train", "digits", "--optimizer.nesterov", "t") == ["true"]
+    assert complete("plan", "--plan.summation", "to")[:2] == ["torus", "torus4"]
+    assert complete("completion", "") == ["bash", "fish", "zsh"]
 
 
 def test_paths_are_left_to_the_shell():
     for words in (("predict", ""), ("train", "--data.path", ""), ("export", "--to", "x"), ("report", "runs/a", "")):
-        assert after(*words) == [completion.FILES]
+        assert complete(*words) == [completion.FILES]
 
 
-def test_nonsense_has_no_candidates():
-    assert after("--nothing", "--no") == []
-    assert after("trian", "--x", "zzz") == []
+def test_unknown_words_have_no_candidates():
+    assert complete("--nothing", "--no") == []
+    assert complete("trian", "--x", "zzz") == []
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ SHELLS = {
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_real_shell_completes(shell, path, tmp_path):
-    """Types into a shell on a terminal: the beginning of a word, the tab key, and sees the rest appear."""
+    """Type the beginning of a word and the tab key into a shell on a terminal, and see it completed."""
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell}")
     command, load = SHELLS[shell]
@@ -79,25 +79,25 @@ def test_a_real_shell_completes(shell, path, tmp_path):
         start_new_session=True,
     )
     os.close(terminal)
-    seen = b""
+    output = b""
 
-    def until(wanted, limit_s=60):
-        nonlocal seen
+    def wait_for(expected, limit_s=60):
+        nonlocal output
         end = time.monotonic() + limit_s
-        while wanted not in seen:
-            assert time.monotonic() < end, seen
+        while expected not in output:
+            assert time.monotonic() < end, output
             if select.select([main], [], [], 0.2)[0]:
-                seen += os.read(main, 4096)
+                output += os.read(main, 4096)
 
     try:
         os.write(main, load + b"; echo loa''ded\n")
-        until(b"loaded\r\n")
+        wait_for(b"loaded\r\n")
         os.write(main, b"podscale rec\t")
-        until(b"recipes ")
+        wait_for(b"recipes ")
         os.write(main, b"\x15podscale train dig\t")
-        until(b"train digits ")
+        wait_for(b"train digits ")
         os.write(main, b"\x15podscale train --plan.dete\t")
-        until(b"--plan.deterministic ")
+        wait_for(b"--plan.deterministic ")
     finally:
         process.kill()
         process.wait()
@@ -109,12 +109,12 @@ def test_fish_completes(path, tmp_path):
     script = tmp_path / "podscale.fish"
     script.write_text(completion.SCRIPTS["fish"])
 
-    def completed(line):
-        asked = f"source {script}; complete -C {line!r}"
+    def complete_in_fish(line):
+        script_text = f"source {script}; complete -C {line!r}"
         environment = os.environ | {"PATH": path, "HOME": str(tmp_path)}
-        done = subprocess.run(["fish", "-c", asked], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(["fish", "-c", script_text], env=environment, capture_output=True, text=True, check=True)
         return [line.split("\t")[0] for line in done.stdout.splitlines()]
 
-    assert completed("podscale rec") == ["recipes"]
-    assert completed("podscale train dig") == ["digits"]
-    assert completed("podscale train --plan.dete") == ["--plan.deterministic"]
+    assert complete_in_fish("podscale rec") == ["recipes"]
+    assert complete_in_fish("podscale train dig") == ["digits"]
+    assert complete_in_fish("podscale train --plan.dete") == ["--plan.deterministic"]

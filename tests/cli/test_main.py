@@ -1,4 +1,4 @@
-"""The command line as people use it: real processes, one JSON object, one sentence for every mistake."""
+"""The command line in real processes: one JSON object, and one sentence for every mistake."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from PIL import Image
 from podscale import recipe as recipes
 from podscale.cli.main import main
 from podscale.cli.parser import make_parser
-from podscale.recipe import presets
+from podscale.recipe import list_presets
 
-VERBS = [
+COMMANDS = [
     ("train",),
     ("launch",),
     ("eval",),
@@ -32,13 +32,13 @@ VERBS = [
     ("bench", "step"),
     ("data",),
 ]
-VERBS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum")]
-VERBS += [("data", "index"), ("data", "check"), ("data", "show"), ("data", "prepare")]
+COMMANDS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum")]
+COMMANDS += [("data", "index"), ("data", "check"), ("data", "show"), ("data", "prepare")]
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 
-def podscale(folder, *arguments):
-    """Runs the program in a folder, as on a machine without accelerators."""
+def run_podscale(folder, *arguments):
+    """Run the program in a folder, as on a machine without accelerators."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONWARNINGS")}
     return subprocess.run(
         [sys.executable, "-m", "podscale", *map(str, arguments)],
@@ -51,35 +51,35 @@ def podscale(folder, *arguments):
     )
 
 
-def answer(folder, *arguments):
-    """The one JSON object that a command prints."""
-    done = podscale(folder, *arguments)
+def run_json(folder, *arguments):
+    """Run a command and return the one JSON object that it prints."""
+    done = run_podscale(folder, *arguments)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    found = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert isinstance(found, dict)
+    result = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert isinstance(result, dict)
     assert done.stdout.count("\n") == 1
-    return found
+    return result
 
 
-def contents(folder):
+def read_contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
-def refusal(folder, *arguments):
-    """The one sentence that a command is refused with."""
-    done = podscale(folder, *arguments)
+def run_refused(folder, *arguments):
+    """Run a command that is refused, and return its one sentence."""
+    done = run_podscale(folder, *arguments)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("podscale: ")
     return done.stderr.removeprefix("podscale: ").rstrip("\n")
 
 
-def refused_unchanged(folder, *arguments):
-    """The same, of a command that leaves everything as it was."""
-    before = contents(folder)
-    sentence = refusal(folder, *arguments)
-    assert contents(folder) == before
+def run_refused_unchanged(folder, *arguments):
+    """Run a command that is refused and changes nothing, and return its one sentence."""
+    before = read_contents(folder)
+    sentence = run_refused(folder, *arguments)
+    assert read_contents(folder) == before
     return sentence
 
 
@@ -109,22 +109,22 @@ def test_a_mistake_in_the_command_imports_no_jax(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_the_program_tells_what_it_can_do(tmp_path):
-    done = podscale(tmp_path, "--help")
+def test_help_lists_every_command(tmp_path):
+    done = run_podscale(tmp_path, "--help")
     assert done.returncode == 0
     assert done.stderr == ""
-    for verb in VERBS:
-        assert verb[0] in done.stdout
+    for command in COMMANDS:
+        assert command[0] in done.stdout
     assert "example: podscale " in done.stdout
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_helps_with_an_example(verb, capsys):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:
-        make_parser().parse_args([*verb, "--help"])
+        make_parser().parse_args([*command, "--help"])
     assert end.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"example: podscale {' '.join(verb)}" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"example: podscale {' '.join(command)}" in output
 
 
 @pytest.mark.parametrize(
@@ -135,54 +135,54 @@ def test_every_verb_helps_with_an_example(verb, capsys):
         (["train", "digits", "--batch.sise=3"], "there is no option --batch.sise here: did you mean --batch.size"),
     ],
 )
-def test_options_that_are_suggested_are_the_verbs_own(command, words, capsys):
+def test_suggested_options_are_those_of_the_command(command, words, capsys):
     assert main(command) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "mean --to" not in said
+    output = capsys.readouterr().err
+    assert words in output
+    assert "mean --to" not in output
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
 
 
 def test_recipes_are_listed(tmp_path):
-    assert answer(tmp_path, "recipes", "--json") == presets()
-    assert "resnet50-imagenet-32k" in podscale(tmp_path, "recipes").stdout
+    assert run_json(tmp_path, "recipes", "--json") == list_presets()
+    assert "resnet50-imagenet-32k" in run_podscale(tmp_path, "recipes").stdout
 
 
-def test_a_plan_for_the_papers_pod_needs_no_pod_and_no_data(tmp_path):
-    found = answer(tmp_path, "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--no-compile", "--json")
-    assert (found["pod"]["devices"], found["images_per_device"], found["steps"]) == (2048, 16, 2816)
-    assert 20e6 * 4 < found["bytes_per_device"]["parameters"] < 300e6
+def test_a_plan_for_the_papers_pod_needs_neither_pod_nor_data(tmp_path):
+    result = run_json(tmp_path, "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--no-compile", "--json")
+    assert (result["pod"]["devices"], result["images_per_device"], result["steps"]) == (2048, 16, 2816)
+    assert 20e6 * 4 < result["bytes_per_device"]["parameters"] < 300e6
     assert not os.listdir(tmp_path)
 
 
-def test_the_forecast_stands_beside_published_trainings(tmp_path):
-    found = answer(tmp_path, "plan", "--published", "--json")
-    assert found["median_error"] <= 0.15
-    assert found["largest_error"] <= 0.30
-    shown = podscale(tmp_path, "plan", "--published").stdout
-    assert "76.97 s" in shown
-    assert "median error" in shown
+def test_the_forecast_is_compared_with_published_trainings(tmp_path):
+    result = run_json(tmp_path, "plan", "--published", "--json")
+    assert result["median_error"] <= 0.15
+    assert result["largest_error"] <= 0.30
+    output = run_podscale(tmp_path, "plan", "--published").stdout
+    assert "76.97 s" in output
+    assert "median error" in output
 
 
-def test_a_search_draws_its_picture(tmp_path):
-    done = podscale(tmp_path, "plan", "resnet50-imagenet-32k", "--search", "v3", "--plot", "scaling.svg")
+def test_a_search_draws_its_plot(tmp_path):
+    done = run_podscale(tmp_path, "plan", "resnet50-imagenet-32k", "--search", "v3", "--plot", "scaling.svg")
     assert done.returncode == 0, done.stderr
     assert "chip-hours" in done.stdout
     assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
 
 
 def test_a_plan_on_virtual_devices(tmp_path):
-    found = answer(tmp_path, "plan", "digits", "--pod.virtual", "2x2", "--plan.micro_batches", "2", "--json")
-    assert (found["pod"]["devices"], found["micro_batches"], found["tile"]) == (4, 2, [2, 2])
+    result = run_json(tmp_path, "plan", "digits", "--pod.virtual", "2x2", "--plan.micro_batches", "2", "--json")
+    assert (result["pod"]["devices"], result["micro_batches"], result["tile"]) == (4, 2, [2, 2])
 
 
 def test_the_step_is_timed(tmp_path):
-    found = answer(tmp_path, "bench", "step", "digits", "--images", "8", "--repeats", "1", "--json")
-    assert found["images_per_device"] == 8
-    assert found["images_per_s"] == pytest.approx(8e3 / found["step_ms"])
-    assert len(found["step_ms_all"]) == 1
+    result = run_json(tmp_path, "bench", "step", "digits", "--images", "8", "--repeats", "1", "--json")
+    assert result["images_per_device"] == 8
+    assert result["images_per_s"] == pytest.approx(8e3 / result["step_ms"])
+    assert len(result["step_ms_all"]) == 1
 
 
 # --- a run from beginning to end -----------------------------------------------------------------------------------
@@ -190,12 +190,12 @@ def test_the_step_is_timed(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a short run of digits in it, and what training said."""
+    """A folder with a short run of digits in it, and the summary of the training."""
     folder = tmp_path_factory.mktemp("trained")
-    return folder, answer(folder, *DIGITS)
+    return folder, run_json(folder, *DIGITS)
 
 
-def test_training_tells_how_it_ended(trained):
+def test_training_prints_its_summary(trained):
     folder, summary = trained
     assert (summary["run"], summary["recipe"], summary["steps"]) == ("run", "digits", 23)
     assert json.loads((folder / "run" / "summary.json").read_text()) == summary
@@ -208,24 +208,24 @@ def test_training_tells_how_it_ended(trained):
 
 def test_the_same_command_again_has_nothing_to_do(trained):
     folder, summary = trained
-    checkpoints = contents(folder / "run" / "checkpoints")
+    checkpoints = read_contents(folder / "run" / "checkpoints")
     metrics = (folder / "run" / "metrics.jsonl").read_bytes()
-    assert answer(folder, *DIGITS) == summary
-    assert contents(folder / "run" / "checkpoints") == checkpoints
+    assert run_json(folder, *DIGITS) == summary
+    assert read_contents(folder / "run" / "checkpoints") == checkpoints
     assert (folder / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_evaluation_finds_what_training_found(trained):
+def test_evaluation_gives_the_accuracy_of_training(trained):
     folder, summary = trained
-    found = answer(folder, "eval", "--run", "run", "--json")
-    assert (found["accuracy"], found["examples"], found["checkpoint"]) == (summary["accuracy"], 360, 23)
+    result = run_json(folder, "eval", "--run", "run", "--json")
+    assert (result["accuracy"], result["examples"], result["checkpoint"]) == (summary["accuracy"], 360, 23)
 
 
-def test_prediction_names_pictures(trained):
+def test_prediction_classifies_images(trained):
     folder, _ = trained
     shutil.copy(folder / "run" / "sample.png", folder / "a[red].png")
-    found = answer(folder, "predict", "run/sample.png", "a[red].png", "--run", "run", "--json")
-    first, second = found["images"]
+    result = run_json(folder, "predict", "run/sample.png", "a[red].png", "--run", "run", "--json")
+    first, second = result["images"]
     assert (first["image"], second["image"]) == ("run/sample.png", "a[red].png")
     assert first["top"] == second["top"]
     assert len(first["top"]) == 5
@@ -234,29 +234,29 @@ def test_prediction_names_pictures(trained):
     assert 0 < sum(chances) <= 1 + 1e-6
 
 
-def test_file_names_are_shown_as_they_are(trained):
+def test_file_names_are_printed_without_markup(trained):
     folder, _ = trained
     shutil.copy(folder / "run" / "sample.png", folder / "b[red].png")
-    assert "b[red].png" in podscale(folder, "predict", "b[red].png", "--run", "run").stdout
+    assert "b[red].png" in run_podscale(folder, "predict", "b[red].png", "--run", "run").stdout
 
 
-def test_a_finished_run_without_its_summary_still_tells_how_it_ended(trained, tmp_path):
-    """Killed after the last checkpoint and before the summary."""
+def test_a_finished_run_without_its_summary_still_prints_one(trained, tmp_path):
+    """The process was killed after the last checkpoint and before the summary."""
     folder, summary = trained
     shutil.copytree(folder / "run", tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
-    found = answer(tmp_path, *DIGITS)
-    assert (found["steps"], found["best_accuracy"]) == (23, summary["best_accuracy"])
+    result = run_json(tmp_path, *DIGITS)
+    assert (result["steps"], result["best_accuracy"]) == (23, summary["best_accuracy"])
 
 
-def test_a_run_killed_in_the_middle_of_a_line_goes_on(trained, tmp_path):
+def test_a_run_killed_in_the_middle_of_a_line_resumes(trained, tmp_path):
     folder, summary = trained
     shutil.copytree(folder / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"event": "tr')
-    found = answer(tmp_path, *DIGITS)
-    assert (found["steps"], found["accuracy"]) == (23, summary["accuracy"])
+    result = run_json(tmp_path, *DIGITS)
+    assert (result["steps"], result["accuracy"]) == (23, summary["accuracy"])
 
 
 # --- mistakes ------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_run_killed_in_the_middle_of_a_line_goes_on(trained, tmp_path):
 
 def test_another_recipe_is_refused_in_a_run_folder(trained):
     folder, _ = trained
-    sentence = refused_unchanged(folder, "train", "digits", "--train.epochs", "3", "--run", "run")
+    sentence = run_refused_unchanged(folder, "train", "digits", "--train.epochs", "3", "--run", "run")
     assert sentence.startswith("run holds a run of another recipe (train.epochs 2.0, now 3.0)")
 
 
@@ -274,17 +274,17 @@ def test_another_recipe_is_refused_in_a_run_folder(trained):
         (("eval", "--run", "run", "--checkpoint", "7"), "run has no checkpoint '7'"),
         (("eval", "--run", "run", "--model.width", "32"), "there is no option --model.width"),
         (("eval", "--run", "nowhere"), "nowhere"),
-        (("predict", "nowhere.png", "--run", "run"), "there is no picture file nowhere.png"),
+        (("predict", "nowhere.png", "--run", "run"), "there is no image file nowhere.png"),
         (("predict", "run/plan.json", "--run", "run"), "run/plan.json"),
         (("predict", "run/sample.png", "--run", "run", "--pod.virtual", "zzz"), "pod"),
     ],
 )
 def test_mistakes_with_a_run_are_sentences(trained, arguments, words):
-    assert words in refused_unchanged(trained[0], *arguments)
+    assert words in run_refused_unchanged(trained[0], *arguments)
 
 
 MISTAKES = [
-    ((), "VERB"),
+    ((), "COMMAND"),
     (("trian",), "trian"),
     (("train", "digit"), "did you mean digits?"),
     (("train", "nowhere.toml"), "nowhere.toml"),
@@ -336,22 +336,22 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, monkeypatch, cap
     (tmp_path / "file.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
     assert main(list(arguments)) == 2
-    shown = capfd.readouterr().err
-    assert shown.startswith("podscale: ")
-    assert shown.count("\n") == 1
-    assert words in shown
-    assert contents(tmp_path) == {"file.txt": b"mine"}
+    output = capfd.readouterr().err
+    assert output.startswith("podscale: ")
+    assert output.count("\n") == 1
+    assert words in output
+    assert read_contents(tmp_path) == {"file.txt": b"mine"}
 
 
 def test_a_typo_in_a_recipe_file_is_found(tmp_path):
     (tmp_path / "mine.toml").write_text('[optimizer]\nmomentm = 0.9\nname = "sgd"\n')
-    assert "section optimizer has no field 'momentm': did you mean momentum" in refused_unchanged(
+    assert "section optimizer has no field 'momentm': did you mean momentum" in run_refused_unchanged(
         tmp_path, "train", "mine.toml", "--run", "run"
     )
     assert not (tmp_path / "run").exists()
 
 
-# --- folders of pictures -------------------------------------------------------------------------------------------
+# --- folders of images ---------------------------------------------------------------------------------------------
 
 PHOTOS = """
 [data]
@@ -384,54 +384,54 @@ def photos(tmp_path):
 
 
 def test_a_folder_of_photos_trains(photos):
-    before = contents(photos / "photos")
-    summary = answer(photos, "train", "mine.toml", "--json")
+    before = read_contents(photos / "photos")
+    summary = run_json(photos, "train", "mine.toml", "--json")
     assert summary["steps"] == 2
-    assert summary["run"] == f"runs/mine-{recipes.load(photos / 'mine.toml').digest()}"
-    found = answer(photos, "predict", "photos/val/dark/1.jpg", "--json")
-    assert {guess["class"] for guess in found["images"][0]["top"]} == {"bright", "dark"}
-    assert contents(photos / "photos") == before
+    assert summary["run"] == f"runs/mine-{recipes.load_recipe(photos / 'mine.toml').digest()}"
+    result = run_json(photos, "predict", "photos/val/dark/1.jpg", "--json")
+    assert {guess["class"] for guess in result["images"][0]["top"]} == {"bright", "dark"}
+    assert read_contents(photos / "photos") == before
 
 
-def losses(run):
+def read_losses(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["event"] in ("train", "eval")]
 
 
 @pytest.mark.slow
 def test_prepared_photos_train_to_the_same_numbers(photos):
-    before = contents(photos / "photos")
-    found = answer(photos, "data", "prepare", "photos", "prepared", "--json")
-    assert (found["pictures"], found["classes"], found["already"]) == ({"train": 8, "val": 4}, 2, False)
-    assert found["prepared"] == "prepared"
-    again = podscale(photos, "data", "prepare", "photos", "prepared")
+    before = read_contents(photos / "photos")
+    result = run_json(photos, "data", "prepare", "photos", "prepared", "--json")
+    assert (result["pictures"], result["classes"], result["already"]) == ({"train": 8, "val": 4}, 2, False)
+    assert result["prepared"] == "prepared"
+    again = run_podscale(photos, "data", "prepare", "photos", "prepared")
     assert again.returncode == 0
     assert "it was prepared before" in again.stdout
     assert "--data.source tar --data.path prepared" in again.stdout
-    answer(photos, "train", "mine.toml", "--run", "one", "--json")
-    answer(photos, "train", "mine.toml", "--run", "two", "--data.source", "tar", "--data.path", "prepared", "--json")
-    assert len(losses(photos / "one")) == 4  # two updates, two evaluations
-    assert losses(photos / "one") == losses(photos / "two")
-    assert contents(photos / "photos") == before
+    run_json(photos, "train", "mine.toml", "--run", "one", "--json")
+    run_json(photos, "train", "mine.toml", "--run", "two", "--data.source", "tar", "--data.path", "prepared", "--json")
+    assert len(read_losses(photos / "one")) == 4  # two updates, two evaluations
+    assert read_losses(photos / "one") == read_losses(photos / "two")
+    assert read_contents(photos / "photos") == before
 
 
 def test_the_index_of_photos_is_shown(photos):
-    found = answer(photos, "data", "index", "photos", "--json")
-    assert (found["source"], found["classes"], found["kept"]) == ("folder", ["bright", "dark"], False)
-    shown = podscale(photos, "data", "index", "photos").stdout
-    assert "2: bright, dark" in shown
-    assert "8 pictures, 4 a class" in shown
-    assert "smallest 32 x 24" in shown
-    assert "8 .jpg" in shown
+    result = run_json(photos, "data", "index", "photos", "--json")
+    assert (result["source"], result["classes"], result["kept"]) == ("folder", ["bright", "dark"], False)
+    output = run_podscale(photos, "data", "index", "photos").stdout
+    assert "2: bright, dark" in output
+    assert "8 pictures, 4 a class" in output
+    assert "smallest 32 x 24" in output
+    assert "8 .jpg" in output
 
 
-def test_a_bad_picture_stops_preparing_and_is_named(photos):
+def test_an_unreadable_image_stops_preparing_and_is_named(photos):
     path = photos / "photos" / "train" / "dark" / "3.jpg"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "photos/train/dark/3.jpg" in refusal(photos, "data", "prepare", "photos", "prepared")
+    assert "photos/train/dark/3.jpg" in run_refused(photos, "data", "prepare", "photos", "prepared")
 
 
-def test_data_is_looked_at_and_prepared_without_jax(photos):
+def test_data_is_indexed_and_prepared_without_jax(photos):
     for command in (["index", "photos"], ["prepare", "photos", "prepared"]):
         program = (
             "import sys; from podscale.cli.main import main; "
@@ -441,30 +441,30 @@ def test_data_is_looked_at_and_prepared_without_jax(photos):
 
 
 def test_a_wrong_path_is_named(photos):
-    sentence = refused_unchanged(photos, "train", "mine.toml", "--data.path", "nowhere")
+    sentence = run_refused_unchanged(photos, "train", "mine.toml", "--data.path", "nowhere")
     assert "data.path nowhere does not exist" in sentence
 
 
 def test_an_empty_folder_is_named(photos):
     (photos / "empty").mkdir()
-    assert "empty is empty" in refused_unchanged(photos, "train", "mine.toml", "--data.path", "empty")
+    assert "empty is empty" in run_refused_unchanged(photos, "train", "mine.toml", "--data.path", "empty")
 
 
-def test_a_class_without_pictures_is_named(photos):
+def test_a_class_without_images_is_named(photos):
     (photos / "photos" / "train" / "grey").mkdir()
-    assert "photos/train/grey holds no pictures" in refused_unchanged(photos, "train", "mine.toml")
+    assert "photos/train/grey holds no images" in run_refused_unchanged(photos, "train", "mine.toml")
 
 
 @pytest.mark.parametrize("victim", ["train/dark/3.jpg", "val/bright/2.jpg"])
 def test_a_truncated_jpeg_is_named(photos, victim):
     path = photos / "photos" / victim
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    before = contents(photos / "photos")
-    assert f"photos/{victim}" in refusal(photos, "train", "mine.toml", "--run", "run")
-    assert contents(photos / "photos") == before
+    before = read_contents(photos / "photos")
+    assert f"photos/{victim}" in run_refused(photos, "train", "mine.toml", "--run", "run")
+    assert read_contents(photos / "photos") == before
 
 
 def test_a_truncated_header_is_named_before_anything_is_written(photos):
     path = photos / "photos" / "train" / "dark" / "3.jpg"
     path.write_bytes(path.read_bytes()[:100])
-    assert "photos/train/dark/3.jpg" in refused_unchanged(photos, "train", "mine.toml")
+    assert "photos/train/dark/3.jpg" in run_refused_unchanged(photos, "train", "mine.toml")

@@ -13,27 +13,27 @@ needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there i
 
 
 @needs_full
-def test_what_does_not_fit_is_lost_and_nothing_else():
+def test_output_on_a_full_disk_is_lost_without_an_error():
     with suppress(OSError), open("/dev/full", "w", buffering=1) as file:  # the file itself ends in the error
         stream = SafeStream(file)
-        assert stream.write("told\n") == 5
+        assert stream.write("text\n") == 5
         stream.flush()
         assert stream.encoding
         assert not stream.isatty()
 
 
-def test_other_troubles_are_told():
+def test_other_errors_are_raised():
     reading, writing = os.pipe()
     os.close(reading)
     file = os.fdopen(writing, "w", buffering=1)
     with pytest.raises(BrokenPipeError):
-        SafeStream(file).write("told\n")
+        SafeStream(file).write("text\n")
     with suppress(BrokenPipeError):
         file.close()
 
 
 @needs_full
-def test_a_training_outlives_the_disk_that_its_words_go_to(tmp_path):
+def test_training_tolerates_a_full_disk_for_its_output(tmp_path):
     words = "train digits --model.width 8 --train.epochs 1 --pod.virtual 1x1 --json --run".split()
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The examples run as they are, each in a folder of its own."""
+"""The examples run unchanged, each in a folder of its own."""
 
 import json
 import runpy
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def run_example(tmp_path, monkeypatch, capsys):
-    """Runs an example and gives what it says."""
+    """A function that runs an example and returns its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 
@@ -27,30 +27,30 @@ def run_example(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_training_from_python(run_example):
-    said = run_example("train_from_python.py")
-    assert "right after 68 steps" in said
-    assert "the loss went from 2.30" in said
-    assert "sample.png shows a" in said
+def test_train_from_python_example(run_example):
+    output = run_example("train_from_python.py")
+    assert "right after 68 steps" in output
+    assert "the loss went from 2.30" in output
+    assert "sample.png shows a" in output
 
 
 @pytest.mark.slow
-def test_a_callback_that_stops(run_example):
-    said = run_example("callback.py")
+def test_callback_example_stops_training(run_example):
+    output = run_example("callback.py")
     summary = json.loads(Path("runs/patient/summary.json").read_text())
-    assert f"ended after {summary['steps']} steps" in said
-    assert said.count("best so far") == round(summary["steps"] / 11.23)
+    assert f"ended after {summary['steps']} steps" in output
+    assert output.count("best so far") == round(summary["steps"] / 11.23)
 
 
-def test_a_model_of_ones_own(run_example):
+def test_own_model_example(run_example):
     assert "% right" in run_example("own_model.py")
     assert "plain" in Path("runs/plain/recipe.toml").read_text()
 
 
-def test_ones_own_photos(run_example):
-    said = run_example("own_photos.py")
-    assert "100 pictures to learn from, of disc, square" in said
+def test_own_photos_example(run_example):
+    output = run_example("own_photos.py")
+    assert "100 images to learn from, of disc, square" in output
     assert Path("samples.png").stat().st_size > 1000
     assert Path("photos.safetensors").is_file()
-    assert "made-up-photos/val/disc/0.jpg: disc" in said
+    assert "made-up-photos/val/disc/0.jpg: disc" in output
     assert Run.load("runs/photos").summary()["accuracy"] > 0.8

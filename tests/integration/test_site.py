@@ -1,4 +1,4 @@
-"""The documentation as a site: built without a warning, and every link of it leads somewhere."""
+"""The documentation as a site: it is built without a warning, and every link of it works."""
 
 import importlib.util
 import runpy
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Links(HTMLParser):
-    """The addresses that a page leads to, and the places in it that one can lead to."""
+    """The addresses that a page links to, and its anchors."""
 
     def __init__(self, text):
         super().__init__()
@@ -23,9 +23,9 @@ class Links(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        self.anchors |= {value for name, value in found.items() if name in ("id", "name") and value}
-        self.targets |= {value for name, value in found.items() if name in ("href", "src") and value}
+        values = dict(attributes)
+        self.anchors |= {value for name, value in values.items() if name in ("id", "name") and value}
+        self.targets |= {value for name, value in values.items() if name in ("href", "src") and value}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def site(tmp_path_factory):
     return folder
 
 
-def test_every_link_of_the_site_leads_somewhere(site):
+def test_every_link_of_the_site_works(site):
     pages = {path: Links(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
     assert len(pages) >= len(list((ROOT / "docs").glob("*.md")))
     for path, links in pages.items():
@@ -60,10 +60,10 @@ def test_nothing_of_the_site_needs_the_network(site):
             assert not target.endswith((".js", ".css")) or not urlparse(target).netloc, f"{path.name}: {target}"
 
 
-def test_the_pictures_are_what_the_code_draws():
-    drawn = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
-    for name, draw in drawn.items():
-        assert (ROOT / "docs" / name).read_text() == draw(), f"{name}: run docs/pictures.py"
+def test_the_figures_are_what_the_code_draws():
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))["FIGURES"]
+    for name, draw in figures.items():
+        assert (ROOT / "docs" / name).read_text() == draw(), f"{name}: run docs/figures.py"
     for path in (ROOT / "docs").glob("*.svg"):
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
 

@@ -1,4 +1,4 @@
-"""The budget of a step: programs read from their text, traces of real work, and sums that can be checked by hand."""
+"""The budget of a step: programs parsed from their text, traces of real work, and sums checked by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from podscale.bench.profile import trace
 from podscale.bench.profile.program import CONVOLUTIONS, Program
 from podscale.config.options import Options
 from podscale.errors import UserError
-from podscale.recipe import load
+from podscale.recipe import load_recipe
 
 # What XLA makes of one convolution and its gradients on an NVIDIA GPU, shortened.
 CUDNN = """
@@ -87,7 +87,7 @@ def cudnn():
         ("gemm", "matrix product"),
     ],
 )
-def test_a_kind_is_found_in_what_an_instruction_is_made_of(cudnn, name, kind):
+def test_an_instructions_kind_follows_from_its_operations(cudnn, name, kind):
     assert cudnn.instructions[name].kind == kind
 
 
@@ -102,8 +102,8 @@ def test_bytes_are_those_of_operands_and_results(cudnn):
     assert cudnn.instructions["statistics"].bytes == y + 2 * 4 * 32
 
 
-def compiled():
-    """A convolution, a dense layer and their gradients, as a compiler here arranges them."""
+def compile_program():
+    """Compile a convolution, a dense layer and their gradients for this machine."""
 
     def loss(kernel, dense, x):
         y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -113,73 +113,77 @@ def compiled():
     return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile(), arguments
 
 
-def test_a_real_program_is_read_whole():
-    program, _ = compiled()
+def test_a_real_program_is_parsed_completely():
+    program, _ = compile_program()
     text = program.as_text()
-    found = Program(text)
-    assert len(found.instructions) == sum(
+    result = Program(text)
+    assert len(result.instructions) == sum(
         " = " in line and not line.startswith("HloModule") for line in text.splitlines()
     )
-    entry = [one for name, ones in found.computations.items() if f"ENTRY %{name} " in text for one in ones]
+    entry = [inner for name, body in result.computations.items() if f"ENTRY %{name} " in text for inner in body]
     convolution = 2 * (4 * 16 * 16 * 16) * (3 * 3 * 8)
     product = 2 * 4 * (16 * 16 * 16) * 10
-    whole = sum(one.flops for one in entry)
+    whole = sum(instruction.flops for instruction in entry)
     # Forward and weight gradient of the convolution; of the dense layer all three products.
     assert whole == pytest.approx(2 * convolution + 3 * product)
     by_compiler = program.cost_analysis()["flops"]
-    assert whole == pytest.approx(by_compiler, rel=0.3)  # which leaves out what falls on padding, and counts tanh
+    assert whole == pytest.approx(by_compiler, rel=0.3)  # it leaves out products with padding, and counts tanh
 
 
-def test_the_time_of_a_real_program_is_all_accounted_for():
-    program, arguments = compiled()
+def test_all_time_of_a_real_program_is_accounted_for():
+    program, arguments = compile_program()
     program(*arguments)
-    seen = trace.watch(lambda: [program(*arguments) for _ in range(5)], jax.devices()[0])
-    found = budgets.of(Program(program.as_text()), seen, 5, budgets.Ceilings(1e10, 1e11))
-    kinds = {row["kind"]: row for row in found["kinds"]}
+    activity = trace.profile_device(lambda: [program(*arguments) for _ in range(5)], jax.devices()[0])
+    result = budgets.compute_budget(Program(program.as_text()), activity, 5, budgets.Ceilings(1e10, 1e11))
+    kinds = {row["kind"]: row for row in result["kinds"]}
     assert budgets.OTHER not in kinds
     assert {"convolution forward", "matrix product"} <= set(kinds)
-    assert sum(row["s"] for row in kinds.values()) == pytest.approx(sum(seen.seconds.values()) / 5)
-    assert found["whole_s"] >= seen.busy_s / 5
+    assert sum(row["s"] for row in kinds.values()) == pytest.approx(sum(activity.seconds.values()) / 5)
+    assert result["whole_s"] >= activity.busy_s / 5
     flops = sum(row["flops"] for kind, row in kinds.items() if kind in CONVOLUTIONS)
     assert flops == pytest.approx(2 * 2 * (4 * 16 * 16 * 16) * (3 * 3 * 8), rel=0.25)  # the profiler may miss its start
-    assert found["gap"] in {*kinds, "idle"}
-    assert len(budgets.rows(found)) == len(kinds) + 1
+    assert result["gap"] in {*kinds, "idle"}
+    assert len(budgets.format_rows(result)) == len(kinds) + 1
 
 
 def test_the_largest_gap_is_to_the_ceiling_that_matters():
     program = Program(CUDNN)
-    seen = trace.seen([("cudnn-conv.1", "k", 0.0, 3.0), ("apply", "e", 3.0, 8.0), ("apply", "e", 10.0, 15.0)])
+    activity = trace.summarize_events(
+        [("cudnn-conv.1", "k", 0.0, 3.0), ("apply", "e", 3.0, 8.0), ("apply", "e", 10.0, 15.0)]
+    )
     sizes = {name: program.instructions[name] for name in ("cudnn-conv.1", "apply")}
     ceilings = budgets.Ceilings(sizes["apply"].bytes / 4, sizes["cudnn-conv.1"].flops / 1)
-    found = budgets.of(program, seen, 1, ceilings)
-    least = {row["kind"]: row["least_s"] for row in found["kinds"]}
+    result = budgets.compute_budget(program, activity, 1, ceilings)
+    least = {row["kind"]: row["least_s"] for row in result["kinds"]}
     assert least["normalization"] == pytest.approx(8)
-    assert found["idle_s"] == pytest.approx(2)
-    assert found["gap_s"] == pytest.approx(2)
-    faster = budgets.of(program, seen, 1, budgets.Ceilings(sizes["apply"].bytes, np.inf))
+    assert result["idle_s"] == pytest.approx(2)
+    assert result["gap_s"] == pytest.approx(2)
+    faster = budgets.compute_budget(program, activity, 1, budgets.Ceilings(sizes["apply"].bytes, np.inf))
     assert (faster["gap"], faster["gap_s"]) == ("normalization", pytest.approx(8))
     assert "the largest gap is normalization: 8000.00 ms" in faster["verdict"]
 
 
-def test_no_work_seen_is_told_in_a_sentence():
+def test_an_empty_trace_is_reported_in_one_sentence():
     with pytest.raises(UserError, match="the profiler saw no work"):
-        trace.seen([])
+        trace.summarize_events([])
 
 
-def test_a_benchmark_of_the_step_tells_its_budget():
-    recipe = load("digits").override({"model.width": 8})
-    found = step.measure_step(recipe, pods.of(jax.devices()[:1], "1x1"), Options(), images=32, repeats=1, profile=True)
-    budget = found["budget"]
+def test_a_profiled_benchmark_returns_the_budget():
+    recipe = load_recipe("digits").override({"model.width": 8})
+    result = step.measure_step(
+        recipe, pods.make_pod(jax.devices()[:1], "1x1"), Options(), images=32, repeats=1, profile=True
+    )
+    budget = result["budget"]
     kinds = {row["kind"] for row in budget["kinds"]}
     assert {"convolution forward", "normalization", "optimizer", "reduction"} <= kinds
-    assert "measured ceilings: " in budgets.told(budget)
-    assert budget["verdict"] in budgets.told(budget)
+    assert "measured ceilings: " in budgets.format_verdict(budget)
+    assert budget["verdict"] in budgets.format_verdict(budget)
     assert sum(row["s"] for row in budget["kinds"]) > 0.2 * budget["whole_s"]
 
 
-def test_the_evaluation_step_is_timed_for_as_many_images_as_asked():
-    pod = pods.of(jax.devices()[:2], "1x2")
-    found = step.measure_evaluation(load("digits"), pod, Options(), images=24, repeats=2)
-    assert found["images_per_device"] == 24
-    assert len(found["step_ms_all"]) == 2
-    assert found["images_per_s"] == pytest.approx(48 / (found["step_ms"] / 1e3))
+def test_the_evaluation_step_is_timed_for_the_given_number_of_images():
+    pod = pods.make_pod(jax.devices()[:2], "1x2")
+    result = step.measure_evaluation(load_recipe("digits"), pod, Options(), images=24, repeats=2)
+    assert result["images_per_device"] == 24
+    assert len(result["step_ms_all"]) == 2
+    assert result["images_per_s"] == pytest.approx(48 / (result["step_ms"] / 1e3))
