@@ -87,29 +87,29 @@ def sample_layer(images: int, side: int, inputs: int, outputs: int, span: int, b
     """
     random, groups = np.random.default_rng(0), images // span
 
-    def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    def sample_normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
         return jnp.asarray(random.standard_normal(shape, np.float32), dtype)
 
-    def sixteenths(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-        return (jnp.round(16 * normal(*shape, dtype=jnp.float32)) / 16).astype(dtype)
+    def sample_sixteenths(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return (jnp.round(16 * sample_normal(*shape, dtype=jnp.float32)) / 16).astype(dtype)
 
-    def affine(shift: float) -> tuple[jax.Array, jax.Array]:
-        factor, offset = (sixteenths(groups, inputs, dtype=jnp.float32) for _ in range(2))
+    def sample_affine(shift: float) -> tuple[jax.Array, jax.Array]:
+        factor, offset = (sample_sixteenths(groups, inputs, dtype=jnp.float32) for _ in range(2))
         return factor, offset + shift
 
     image_shape = (images, side, side, inputs)
     cotangents = (
-        normal(*image_shape) if before else None,  # by the input that the layer keeps for a shortcut
-        normal(images, side, side, outputs),
-        normal(2, groups, outputs, dtype=jnp.float32) / 1000,
-        normal(groups, outputs, dtype=jnp.float32),
+        sample_normal(*image_shape) if before else None,  # by the input that the layer keeps for a shortcut
+        sample_normal(images, side, side, outputs),
+        sample_normal(2, groups, outputs, dtype=jnp.float32) / 1000,
+        sample_normal(groups, outputs, dtype=jnp.float32),
     )
-    kernel = (normal(1, 1, inputs, outputs) / np.sqrt(inputs)).astype(jnp.bfloat16)
-    shortcut = sixteenths(*image_shape) if before in (SHORTCUT, NORMALIZED_SHORTCUT) else None
-    shortcut_affine = affine(0) if before == NORMALIZED_SHORTCUT else ()
+    kernel = (sample_normal(1, 1, inputs, outputs) / np.sqrt(inputs)).astype(jnp.bfloat16)
+    shortcut = sample_sixteenths(*image_shape) if before in (SHORTCUT, NORMALIZED_SHORTCUT) else None
+    shortcut_affine = sample_affine(0) if before == NORMALIZED_SHORTCUT else ()
     return (
-        sixteenths(*image_shape),
-        () if before == BARE else affine(1 / 512),
+        sample_sixteenths(*image_shape),
+        () if before == BARE else sample_affine(1 / 512),
         shortcut,
         shortcut_affine,
         kernel,

@@ -113,15 +113,15 @@ def _allocate_shared(
     """
     swizzled = (plgpu.TilingTransform((8, BOX)), plgpu.SwizzleTransform(2 * BOX))
 
-    def ring(name: str, number: int, arrays: list[str], *shape: int) -> Refs:
+    def allocate_ring(name: str, number: int, arrays: list[str], *shape: int) -> Refs:
         """Return boxes, each with a barrier that says it is full and one that says both warpgroups are done with it."""
         boxes = {array: plgpu.SMEM((number, *shape), dtype, transforms=swizzled) for array in arrays}
         full = plgpu.Barrier(num_arrivals=len(arrays), num_barriers=number)
         return boxes | {f"{name}_full": full, f"{name}_free": plgpu.Barrier(num_arrivals=2, num_barriers=number)}
 
-    memory = ring("left", blocking.left_ring, [f"left{i}" for i in range(lefts)], ROWS, BOX)
-    memory |= ring("kernel", blocking.kernel_ring, ["kernel"], BOX, blocking.part)
-    memory |= ring("extra", blocking.extra_ring, extras, ROWS, BOX) if extras else {}
+    memory = allocate_ring("left", blocking.left_ring, [f"left{i}" for i in range(lefts)], ROWS, BOX)
+    memory |= allocate_ring("kernel", blocking.kernel_ring, ["kernel"], BOX, blocking.part)
+    memory |= allocate_ring("extra", blocking.extra_ring, extras, ROWS, BOX) if extras else {}
     memory["result"] = plgpu.SMEM((2, blocking.result_ring, HALF, BOX), dtype, transforms=swizzled)
     if blocking.computes_left:
         memory["intermediate"] = plgpu.SMEM((2, blocking.left_boxes, HALF, BOX), dtype, transforms=swizzled)

@@ -156,10 +156,10 @@ class Worker:
             pl.run_scoped(self.compute_with_gradient, plgpu.ACC((BOX, columns), jnp.float32))
         else:
 
-            def tile(t: Any, _: None) -> None:
+            def compute_tile(t: Any, _: None) -> None:
                 lax.fori_loop(0, blocking.parts, lambda n, _: self.compute_part(t, n), None)
 
-            lax.fori_loop(0, self.block.tiles, tile, None)
+            lax.fori_loop(0, self.block.tiles, compute_tile, None)
         if blocking.sums:
             plgpu.commit_smem()
             place = at["sums"].at[lax.axis_index("block"), self.warpgroup]
@@ -170,11 +170,11 @@ class Worker:
         """Compute all tiles and accumulate the gradient by the kernel, whose location must be known at compile time."""
         blocking = self.block.blocking
 
-        def tile(t: Any, _: None) -> None:
+        def compute_tile(t: Any, _: None) -> None:
             for n in range(blocking.parts):
                 self.compute_part(t, n, weights)
 
-        lax.fori_loop(0, self.block.tiles, tile, None)
+        lax.fori_loop(0, self.block.tiles, compute_tile, None)
         place = self.block.at["weights"].at[lax.axis_index("block"), self.warpgroup]
         place[...] = weights[...]
 
@@ -184,7 +184,7 @@ class Worker:
         first = (t * blocking.parts + n) * blocking.steps
 
         def accumulate(acc: Any) -> Array:
-            def step(k: Any, _: None) -> None:
+            def compute_step(k: Any, _: None) -> None:
                 if blocking.parts == 1:
                     left = self.make_left_box(t, k)
                 else:
@@ -195,7 +195,7 @@ class Worker:
                 plgpu.wgmma_wait(1)  # the previous product is done, and its boxes are free
                 pl.when(k > 0)(lambda: self.release(first + k - 1))
 
-            lax.fori_loop(0, blocking.steps, step, None)
+            lax.fori_loop(0, blocking.steps, compute_step, None)
             whole = acc[...]
             self.release(first + blocking.steps - 1)
             return whole

@@ -2,7 +2,7 @@
 
 Every 32-bit word of an array is multiplied by an odd number that belongs to its index, and the products are added up
 modulo 2**32. Integers add up to the same in any order, so a checksum does not depend on the device, the sharding or the
-pod: a checkpoint written on one pod can be verified on any other, and replicas can be told apart by their checksums
+pod: a checkpoint written on one pod can be verified on any other, and replicas can be distinguished by their checksums
 alone. Multiplication by an odd factor is invertible, so a word that differs in any of its bits always changes the sum.
 """
 

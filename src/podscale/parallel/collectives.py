@@ -151,13 +151,13 @@ def reduce_scatter(rings: Sequence[Ring], xs: Sequence[jax.Array], wire: Any) ->
     positions = [ring.locate_device() for ring in rings]
     chunks = [x.reshape(ring.size, -1) for ring, x in zip(rings, xs, strict=True)]
 
-    def local_chunk(path: int, behind: Any) -> jax.Array:
+    def select_chunk(path: int, behind: Any) -> jax.Array:
         return lax.dynamic_index_in_dim(chunks[path], (positions[path] - behind) % rings[path].size, keepdims=False)
 
     def step(path: int, i: Any, partial_sum: jax.Array) -> jax.Array:
-        return rings[path].hop(partial_sum, wire) + local_chunk(path, i + 2)
+        return rings[path].hop(partial_sum, wire) + select_chunk(path, i + 2)
 
-    return _hop_together(rings, step, [local_chunk(path, 1) for path in range(len(rings))])
+    return _hop_together(rings, step, [select_chunk(path, 1) for path in range(len(rings))])
 
 
 def all_gather(rings: Sequence[Ring], chunks: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
