@@ -420,7 +420,7 @@ def test_the_index_of_photos_is_shown(photos):
     assert (result["source"], result["classes"], result["kept"]) == ("folder", ["bright", "dark"], False)
     output = run_podscale(photos, "data", "index", "photos").stdout
     assert "2: bright, dark" in output
-    assert "8 pictures, 4 a class" in output
+    assert "8 images, 4 a class" in output
     assert "smallest 32 x 24" in output
     assert "8 .jpg" in output
 
