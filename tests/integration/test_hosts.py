@@ -1,4 +1,4 @@
-"""The sequence of (sample, crop, flip) that a recipe's model sees, on one, two and four hosts, and after a resume."""
+"""The sequence of (sample, crop, flip) that the model sees, on one, two and four hosts, and after a resume."""
 
 import os
 import socket
@@ -12,13 +12,13 @@ from PIL import Image
 
 from podscale import recipe as recipes
 from podscale.data.index.dataset import open_index
-from podscale.data.order import Order, crop_boxes
+from podscale.data.order import Order, compute_crop_boxes
 
 PROGRAM = Path(__file__).parents[1] / "support" / "feeding.py"
 BATCH, LANES, SEED, PER_CLASS = 64, 4, 5, 1001
 START, RESUMED, STOP = 28, 31, 35  # a pass over a lane of 500 or 501 ends in step 31
-KINDS = ("none", "encoded", "decoded")
-SEEN = ("samples", "boxes", "flips", "pixels", "labels")
+CACHES = ("none", "encoded", "decoded")
+ARRAYS = ("samples", "boxes", "flips", "pixels", "labels")
 TIMEOUT_S = 240
 
 
@@ -37,20 +37,20 @@ def data(tmp_path_factory):
     return root
 
 
-def free_port():
+def find_free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def fed(data, out, hosts, start=START, kinds=KINDS):
-    """What so many real processes feed their devices: by kind of cache and by name, in the order of positions."""
-    join = [f"127.0.0.1:{free_port()}", str(hosts)] if hosts > 1 else []
+def feed_hosts(data, out, hosts, start=START, caches=CACHES):
+    """Return what this many real processes feed their devices: each one's arrays, and all in the order of positions."""
+    process_group = [f"127.0.0.1:{find_free_port()}", str(hosts)] if hosts > 1 else []
     files = [out / f"{hosts}-{start}-{i}.npz" for i in range(hosts)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(data), str(file), str(start), str(STOP), ",".join(kinds)]
-            + ([*join, str(i)] if join else []),
+            [sys.executable, str(PROGRAM), str(data), str(file), str(start), str(STOP), ",".join(caches)]
+            + ([*process_group, str(i)] if process_group else []),
             env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
             stderr=subprocess.PIPE,
             text=True,
@@ -60,63 +60,65 @@ def fed(data, out, hosts, start=START, kinds=KINDS):
     errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * hosts, errors[0][-2000:]
     parts = [dict(np.load(file)) for file in files]
-    return parts, {kind: by_position([own(part, kind) for part in parts]) for kind in kinds}
+    return parts, {kind: order_by_position([select_arrays(part, kind) for part in parts]) for kind in caches}
 
 
-def own(part, kind):
-    return {name: part[f"{kind}/{name}"] for name in ("positions", *SEEN)}
+def select_arrays(part, kind):
+    return {name: part[f"{kind}/{name}"] for name in ("positions", *ARRAYS)}
 
 
-def by_position(parts):
-    joined = {name: np.concatenate([part[name] for part in parts], axis=1) for name in ("positions", *SEEN)}
+def order_by_position(parts):
+    joined = {name: np.concatenate([part[name] for part in parts], axis=1) for name in ("positions", *ARRAYS)}
     order = np.argsort(joined["positions"][0])
     assert joined["positions"][0][order].tolist() == list(range(BATCH))
-    return {name: joined[name][:, order] for name in SEEN}
+    return {name: joined[name][:, order] for name in ARRAYS}
 
 
-def same(found, expected):
-    for name in SEEN:
-        np.testing.assert_array_equal(found[name], expected[name], name)
+def assert_equal(actual, expected):
+    for name in ARRAYS:
+        np.testing.assert_array_equal(actual[name], expected[name], name)
 
 
 @pytest.fixture(scope="module")
-def one(data, tmp_path_factory):
-    return fed(data, tmp_path_factory.mktemp("one"), 1)[1]
+def one_host(data, tmp_path_factory):
+    return feed_hosts(data, tmp_path_factory.mktemp("one"), 1)[1]
 
 
-def test_one_host_is_fed_what_the_order_says_whatever_it_keeps(data, one):
+def test_one_host_gets_the_samples_of_the_order_with_any_cache(data, one_host):
     index = open_index(recipes.Data(source="folder", path=str(data))).train
-    recipe = recipes.load("finetune")
+    recipe = recipes.load_recipe("finetune")
     order = Order(len(index), LANES, BATCH, SEED)
-    samples, passes = order.at(np.arange(START, STOP)[:, None], np.arange(BATCH))
+    samples, passes = order.get_samples(np.arange(START, STOP)[:, None], np.arange(BATCH))
     assert {0, 1} == set(passes.ravel().tolist())
-    for row, of_pass, boxes, flips in zip(samples, passes, one["none"]["boxes"], one["none"]["flips"], strict=True):
-        wanted = crop_boxes(recipe.augment, SEED, of_pass, row, index.sizes[row], 8, fraction=0.875)
-        np.testing.assert_array_equal(boxes, wanted[0])
-        np.testing.assert_array_equal(flips, wanted[1])
-    np.testing.assert_array_equal(one["none"]["samples"], samples)
-    np.testing.assert_array_equal(one["none"]["labels"], index.labels[samples])
-    for kind in KINDS[1:]:
-        same(one[kind], one["none"])
+    for row, lane_passes, boxes, flips in zip(
+        samples, passes, one_host["none"]["boxes"], one_host["none"]["flips"], strict=True
+    ):
+        expected = compute_crop_boxes(recipe.augment, SEED, lane_passes, row, index.sizes[row], 8, fraction=0.875)
+        np.testing.assert_array_equal(boxes, expected[0])
+        np.testing.assert_array_equal(flips, expected[1])
+    np.testing.assert_array_equal(one_host["none"]["samples"], samples)
+    np.testing.assert_array_equal(one_host["none"]["labels"], index.labels[samples])
+    for kind in CACHES[1:]:
+        assert_equal(one_host[kind], one_host["none"])
 
 
 @pytest.mark.processes(2)
 @pytest.mark.processes(4)
 @pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_any_number_of_hosts_is_fed_the_same_and_each_reads_its_own_lanes(data, one, tmp_path, hosts):
-    parts, found = fed(data, tmp_path, hosts)
-    for kind in KINDS:
-        same(found[kind], one[kind])
+def test_any_number_of_hosts_gets_the_same_batches_and_each_reads_only_its_lanes(data, one_host, tmp_path, hosts):
+    parts, batches = feed_hosts(data, tmp_path, hosts)
+    for kind in CACHES:
+        assert_equal(batches[kind], one_host[kind])
     for part in parts:
-        for kind in KINDS:
+        for kind in CACHES:
             assert len(np.unique(part[f"{kind}/read"] % LANES)) == LANES // hosts
-        for kind in KINDS[1:]:
-            np.testing.assert_array_equal(part[f"{kind}/kept"], part[f"{kind}/read"])
+        for kind in CACHES[1:]:
+            np.testing.assert_array_equal(part[f"{kind}/cached"], part[f"{kind}/read"])
 
 
 @pytest.mark.processes(2)
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_after_a_resume_in_mid_epoch_it_goes_on_as_if_it_had_not_stopped(data, one, tmp_path, hosts):
-    _, found = fed(data, tmp_path, hosts, start=RESUMED, kinds=("none", "decoded"))
+def test_batches_after_a_resume_in_mid_epoch_are_those_of_an_uninterrupted_run(data, one_host, tmp_path, hosts):
+    _, batches = feed_hosts(data, tmp_path, hosts, start=RESUMED, caches=("none", "decoded"))
     for kind in ("none", "decoded"):
-        same(found[kind], {name: one["none"][name][RESUMED - START :] for name in SEEN})
+        assert_equal(batches[kind], {name: one_host["none"][name][RESUMED - START :] for name in ARRAYS})

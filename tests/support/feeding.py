@@ -1,6 +1,6 @@
-"""One host: loads some steps of a recipe and writes down what the model is fed at which position.
+"""One host: loads some steps of a recipe and saves what the model receives at which position.
 
-python feeding.py DATA OUT START STOP CACHE [COORDINATOR PROCESSES PROCESS]
+python feeding.py DATA OUT START STOP CACHES [COORDINATOR PROCESSES PROCESS]
 """
 
 import sys
@@ -21,52 +21,53 @@ CHANGES = {"model.name": "resnet8", "model.stem": "small", "model.width": 8, "da
 CHANGES |= {"batch.size": 64, "batch.span": 8, "train.epochs": 3, "train.seed": 5}
 
 
-def main(path, out, start, stop, kinds, *join):
+def main(path, out, start, stop, caches, *process_group):
     jax.config.update("jax_platforms", "cpu")
-    if join:
-        group.join(join[0], int(join[1]), int(join[2]))
-    recipe = recipes.override(recipes.load("finetune"), CHANGES | {"data.path": path})
-    bare = setup.prepare(recipe, pod.find(), Options(steps_per_call=1))
+    if process_group:
+        group.join(process_group[0], int(process_group[1]), int(process_group[2]))
+    recipe = recipes.override_recipe(recipes.load_recipe("finetune"), CHANGES | {"data.path": path})
+    uncached = setup.prepare(recipe, pod.find_pod(), Options(steps_per_call=1))
     arrays = {}
-    for kind in kinds.split(","):
-        kept = setup.cached(bare, Options(steps_per_call=1, cache=kind))
-        found = fed(kept, [call for call in kept.plan.calls(int(start)) if call.stop <= int(stop)])
-        arrays |= {f"{kind}/{name}": value for name, value in found.items()}
+    for kind in caches.split(","):
+        prepared = setup.cache_images(uncached, Options(steps_per_call=1, cache=kind))
+        calls = [call for call in prepared.plan.calls(int(start)) if call.stop <= int(stop)]
+        arrays |= {f"{kind}/{name}": value for name, value in record_batches(prepared, calls).items()}
     np.savez(out, **arrays)
 
 
-def fed(found, calls):
-    """[steps, own positions, ...]: positions, samples, boxes, flips as they are asked for; pixels and labels as fed."""
-    asked, step = {}, threading.local()
-    make, crop_batch = loader._TrainJob.make, crops.crop_batch
+def record_batches(prepared, calls):
+    """Return [steps, local positions, ...]: positions; samples, boxes and flips as requested; pixels and labels."""
+    requests, step = {}, threading.local()
+    make, crop_batch = loader._TrainMaker.make, crops.crop_batch
 
-    def make_one(self, steps, *rest):
+    def record_step(self, steps, *args):
         (step.number,) = steps
-        return make(self, steps, *rest)
+        return make(self, steps, *args)
 
-    def crop(index, samples, boxes, flips, *rest):
-        asked[step.number] = samples, boxes, flips
-        crop_batch(index, samples, boxes, flips, *rest)
+    def record_crops(index, samples, boxes, flips, *args):
+        requests[step.number] = samples, boxes, flips
+        crop_batch(index, samples, boxes, flips, *args)
 
-    loader._TrainJob.make, crops.crop_batch = make_one, crop
+    loader._TrainMaker.make, crops.crop_batch = record_step, record_crops
     try:
-        with setup.train_batches(found, calls) as batches:
-            pieces = [(own(batch.images), own(batch.labels)) for batch in batches]
+        with setup.load_train_batches(prepared, calls) as batches:
+            arrays = [(get_local_part(batch.images), get_local_part(batch.labels)) for batch in batches]
     finally:
-        loader._TrainJob.make, crops.crop_batch = make, crop_batch
-    samples, boxes, flips = (np.stack(values) for values in zip(*(asked[call.start] for call in calls), strict=True))
-    pixels, labels = (np.stack(values) for values in zip(*pieces, strict=True))
-    shards = loader.Blocks(pod.batch_sharding(found.mesh, axis=2), found.plan.batch_shape, axis=2)
-    positions = np.broadcast_to(loader._positions(found.plan, shards).ravel(), samples.shape)
+        loader._TrainMaker.make, crops.crop_batch = make, crop_batch
+    samples, boxes, flips = (np.stack(values) for values in zip(*(requests[call.start] for call in calls), strict=True))
+    pixels, labels = (np.stack(values) for values in zip(*arrays, strict=True))
+    blocks = loader.Blocks(pod.make_batch_sharding(prepared.mesh, axis=2), prepared.plan.batch_shape, axis=2)
+    positions = np.broadcast_to(loader._compute_positions(prepared.plan, blocks).ravel(), samples.shape)
+    cache = prepared.data.train.cache
     return {"positions": positions, "samples": samples, "boxes": boxes, "flips": flips, "pixels": pixels} | {
         "labels": labels,
         "read": np.unique(samples),
-        "kept": np.flatnonzero(found.data.train.cache.filled) if found.data.train.cache else np.zeros(0, int),
+        "cached": np.flatnonzero(cache.is_filled) if cache else np.zeros(0, int),
     }
 
 
-def own(array):
-    """This host's part of a batch of one step, in the order of its devices' blocks."""
+def get_local_part(array):
+    """Return this host's part of a batch of one step, in the order of its devices' blocks."""
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[2].start or 0)
     parts = [np.asarray(shard.data)[0] for shard in shards]  # [micro-batches, images, ...]
     return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
