@@ -11,7 +11,8 @@ Names are imported when they are first used, so that `import podscale` does not 
 import importlib
 from typing import Any
 
-_HOMES = {
+# Each public name, and the module that defines it, with the original name where that is another.
+_MODULES = {
     "Recipe": "podscale.recipe",
     "load_recipe": "podscale.recipe",
     "list_presets": "podscale.recipe",
@@ -35,6 +36,7 @@ _HOMES = {
     "to_torchvision": "podscale.models.weights.torchvision",
     "UserError": "podscale.errors",
 }
+# Names of earlier versions.
 _ALIASES = {
     "Until": "StopCondition",
     "presets": "list_presets",
@@ -42,15 +44,17 @@ _ALIASES = {
     "restore": "load_model",
     "register": "register_model",
 }
-__all__ = [*_HOMES]  # noqa: PLE0604 (all of them are strings)
+__all__ = [*_MODULES]  # noqa: PLE0604 (all of them are strings)
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(_ALIASES.get(name, name))
-    if home is None:
+    """Import a public name when it is first used."""
+    public_name = _ALIASES.get(name, name)
+    location = _MODULES.get(public_name)
+    if location is None:
         raise AttributeError(f"podscale has no {name!r}")
-    module, _, original = home.partition(":")
-    return getattr(importlib.import_module(module), original or _ALIASES.get(name, name))
+    module, _, original = location.partition(":")
+    return getattr(importlib.import_module(module), original or public_name)
 
 
 def __dir__() -> list[str]:

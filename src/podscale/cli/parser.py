@@ -365,7 +365,7 @@ def _add_source_option(parser: argparse.ArgumentParser, more: tuple[str, ...] = 
 def _add_fields(parser: argparse.ArgumentParser, sections: Any) -> None:
     """Add an option for every field of the sections, given as (name, dataclass)."""
     for name, kind in sections:
-        group = parser.add_argument_group(name, kind.__doc__)
+        group = parser.add_argument_group(name, kind.__doc__.partition("\n")[0])
         for field in dataclasses.fields(kind):
             text = (
                 f"{field.metadata['doc']} (default: as the recipe says)" if name in SECTIONS else field.metadata["doc"]
