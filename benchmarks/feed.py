@@ -2,10 +2,10 @@
 
 ResNet-50 at 224 px, LARS, bfloat16, trained on real JPEG files with the real loader and the real step; beside it, in
 the same process and with the same compiled step, the same training on synthetic images that are on the device already.
-The files are copies of the JPEGs below a folder, under so many names that no file is used twice in a pass; the copies are
-then also prepared (`podscale data prepare`) in two ways. "waits" is the share of the time in which the step waits for
-its next batch; "idle" is the share in which the device does nothing because of the input: one minus the rate as a share
-of the synthetic rate.
+The files are copies of the JPEGs below a folder, under so many names that no file is used twice in a pass; the copies
+are then also prepared (`podscale data prepare`) in two ways. "waits" is the share of the time in which the step waits
+for its next batch; "idle" is the share in which the device does nothing because of the input: one minus the rate as a
+share of the synthetic rate.
 
     python benchmarks/feed.py FOLDER [--copies 40] [--images 256] [--calls 12] [--size 224]
 """

@@ -3,13 +3,13 @@
 400 pixels a side, 18 times from decoded pixels; with mean differences to Pillow's pixels of at most 0.1.
 
 Every method does the whole training transform with the same boxes: read, decode, random-resized crop to 224 x 224,
-flip, uint8. The files are JPEGs anywhere below a folder; the boxes are those of `resized` crops of the first pass, in whole
-pixels. Pillow is used as torchvision uses it: `Image.open`, `convert`, `crop`, `resize`, bilinear and antialiased. Its
-resize of a part cannot use pixels past the part's border as ours can, which causes the largest differences. Peers that
-are not installed are left out (`input_peers.py`). Each method has a process of its own, so that none is slowed down by
-the threads and memory of another; they take turns for several rounds on one core, after every file has been read once.
-Medians of their CPU time are compared, which a busy machine disturbs less than wall time. Differences are to the pixels
-of Pillow; smaller images have other pixels, and no difference is given.
+flip, uint8. The files are JPEGs anywhere below a folder; the boxes are those of `resized` crops of the first pass, in
+whole pixels. Pillow is used as torchvision uses it: `Image.open`, `convert`, `crop`, `resize`, bilinear and
+antialiased. Its resize of a part cannot use pixels past the part's border as ours can, which causes the largest
+differences. Peers that are not installed are left out (`input_peers.py`). Each method has a process of its own, so that
+none is slowed down by the threads and memory of another; they take turns for several rounds on one core, after every
+file has been read once. Medians of their CPU time are compared, which a busy machine disturbs less than wall time.
+Differences are to the pixels of Pillow; smaller images have other pixels, and no difference is given.
 
     python benchmarks/input.py FOLDER [--size 224] [--rounds 5] [--images 300] [--only WORD]
 """
