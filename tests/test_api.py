@@ -1,6 +1,6 @@
 """The public names of the package: they are recorded with their signatures, documented, and work together.
 
-python tests/test_api.py     # record the public names anew, after an intended change
+python tests/test_api.py     # record the public names again, after an intended change
 """
 
 import functools

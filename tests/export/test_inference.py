@@ -34,7 +34,7 @@ def run(tmp_path_factory):
 
 def save_image(path, seed=0, size=(11, 9)):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)).save_image(path)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)).save(path)
     return str(path)
 
 
@@ -116,7 +116,7 @@ def test_the_predict_command_reports_results_then_unreadable_images(run, tmp_pat
     assert len(a["top"]) == 5
     assert b == {"image": "b.png", "error": "cannot read b.png: the file is empty; replace or remove it"}
     assert c["error"] == "there is no image file c.png; check the path"
-    assert done.stderr.splitlines()[-1] == f"podscale: 2 of 3 pictures were left out; the first: {b['error']}"
+    assert done.stderr.splitlines()[-1] == f"podscale: 2 of 3 images were left out; the first: {b['error']}"
 
 
 def test_readable_images_are_shown_and_unreadable_ones_reported(run, tmp_path, capfd):

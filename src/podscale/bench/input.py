@@ -163,23 +163,23 @@ def _measure_stages(crops: Crops, pool: Executor, threads: int, transfer_rate: f
     rounds = [
         (time_stages(crops, slice(None)), _time_all_threads(time_stages, crops, pool, threads)) for _ in range(ROUNDS)
     ]
-    one, all_ = (_compute_medians(list(seconds)) for seconds in zip(*rounds, strict=True))
-    one["hand-over"] = all_["hand-over"] = len(crops) / transfer_rate
-    total = sum(one.values())
-    shares = {stage: seconds / total for stage, seconds in one.items()}
+    one_core, all_threads = (_compute_medians(list(seconds)) for seconds in zip(*rounds, strict=True))
+    one_core["hand-over"] = all_threads["hand-over"] = len(crops) / transfer_rate
+    total = sum(one_core.values())
+    shares = {stage: seconds / total for stage, seconds in one_core.items()}
     if hasattr(os, "posix_fadvise"):
         crops.evict()
-        one = {COLD_READ: time_stages(crops, slice(None))["read"]} | one
+        one_core = {COLD_READ: time_stages(crops, slice(None))["read"]} | one_core
         crops.evict()
-        all_[COLD_READ] = _time_all_threads(time_stages, crops, pool, threads)["read"]
+        all_threads[COLD_READ] = _time_all_threads(time_stages, crops, pool, threads)["read"]
     return [
         {
             "stage": stage,
             "images_per_s_one": len(crops) / seconds,
-            "images_per_s_all": len(crops) / all_[stage],
+            "images_per_s_all": len(crops) / all_threads[stage],
             "share": shares.get(stage),
         }
-        for stage, seconds in one.items()
+        for stage, seconds in one_core.items()
         if seconds
     ]
 

@@ -60,15 +60,15 @@ def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int =
     setup = _make_setup(recipe, pod, options, images, repeats)
     plan = replace(setup.plan, eval_images=setup.recipe.batch.size // pod.size)
     setup = setup._replace(plan=plan)
-    call, (params, stats, *pictures, tally) = compile_eval_step(setup)
-    batch = [_make_random_array(array, 256 if array.dtype == np.uint8 else plan.counts.classes) for array in pictures]
+    call, (params, stats, *arrays, counts) = compile_eval_step(setup)
+    batch = [_make_random_array(array, 256 if array.dtype == np.uint8 else plan.counts.classes) for array in arrays]
 
-    def count() -> Any:
-        nonlocal tally
-        tally, _ = call(params, stats, *batch, tally)
-        return tally
+    def evaluate() -> Any:
+        nonlocal counts
+        counts, _ = call(params, stats, *batch, counts)
+        return counts
 
-    return _measure_calls(count, 1, setup, repeats, start)
+    return _measure_calls(evaluate, 1, setup, repeats, start)
 
 
 def _make_setup(recipe: Recipe, pod: Pod, options: Options, images: int, repeats: int) -> Setup:

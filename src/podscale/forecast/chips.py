@@ -86,7 +86,7 @@ def _shorten_kind(kind: str) -> str:
     name = kind.lower()
     if name in _JAX_NAMES:
         return _JAX_NAMES[name]
-    return next((word for word in name.replace("-", " ").split() if word in _load_chips()), name)
+    return next((part for part in name.replace("-", " ").split() if part in _load_chips()), name)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from podscale.storage.files import write_atomically
 from podscale.storage.paths import require_local
 
 SCRIPTS = ("chart.js", "compare.js")
-MAX_RUNS = 24  # on one page; the curves of more cannot be told apart
+MAX_RUNS = 24  # on one page; the curves of more cannot be distinguished
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> Path:

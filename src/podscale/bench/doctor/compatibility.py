@@ -96,7 +96,7 @@ def _check_limits(folder: Path) -> list[str]:
         problems.append(f"only {files} files may be open at once; raise it with `ulimit -n 4096`")
     free = shutil.disk_usage(folder).free
     if free < MIN_DISK_BYTES:
-        problems.append(f"{folder.resolve()} has only {free / 2**30:.1f} GiB free; checkpoints need room")
+        problems.append(f"{folder.resolve()} has only {free / 2**30:.1f} GiB free; checkpoints need disk space")
     if importlib.util.find_spec("tensorboard") is None:
         problems.append("tensorboard is not installed; pip install tensorboard")
     return problems
