@@ -230,9 +230,8 @@ SECTIONS: dict[str, type] = {
 
 
 def _format_toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False).replace(
-        "\x7f", "\\u007f"
-    )  # the one character that JSON allows and TOML does not
+    text = json.dumps(value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")  # the one character that JSON allows and TOML does not
 
 
 def _to_plain_dict(section: Any) -> dict[str, Any]:
@@ -282,12 +281,12 @@ def _read_text(name: str) -> tuple[str, str]:
     return resources.files("podscale.recipes").joinpath(f"{name}.toml").read_text(), name
 
 
-def read_recipe_file(path: Path, what: str = "recipe") -> str:
+def read_recipe_file(path: Path, kind: str = "recipe") -> str:
     """Return the text of a recipe file.
 
     Args:
         path: the file.
-        what: what messages call it.
+        kind: what messages call it.
 
     Raises:
         UserError: the file is missing, unreadable or not UTF-8.
@@ -295,11 +294,11 @@ def read_recipe_file(path: Path, what: str = "recipe") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise UserError(f"there is no {what} file {path}") from None
+        raise UserError(f"there is no {kind} file {path}") from None
     except OSError as error:
-        raise UserError(f"cannot read the {what} file {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the {kind} file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"the {what} file {path} is not text in UTF-8") from None
+        raise UserError(f"the {kind} file {path} is not text in UTF-8") from None
 
 
 def parse_recipe(text: str, name: str = "unnamed") -> Recipe:

@@ -32,6 +32,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
         UserError: the arguments make no sense, or the others cannot be joined.
     """
     global _rank_and_size  # noqa: PLW0603
+    info: schedulers.ProcessInfo | None
     if coordinator:
         info = schedulers.make_process_info(coordinator, processes, process)
     else:
@@ -55,7 +56,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"{info.describe()}, cannot join the others at {info.coordinator}: {_first_line(error)}"
+            f"{info.describe()}, cannot join the others at {info.coordinator}: {_get_first_line(error)}"
         ) from None
     _rank_and_size = (info.process, info.processes)
     store = get_key_value_store()
@@ -80,7 +81,7 @@ def _listen_on_loopback() -> None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=schedulers.LOOPBACK)
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -201,7 +201,7 @@ def fail_together(*shared: type[BaseException]) -> Iterator[None]:
 
 def _report_failure(monitor: PeerMonitor, error: BaseException) -> None:
     if isinstance(error, jax.errors.JaxRuntimeError):
-        monitor.report_trouble(_first_line(error))
+        monitor.report_trouble(_get_first_line(error))
     elif isinstance(error, KeyboardInterrupt):
         monitor.request_exit(130, "interrupted")
     else:
@@ -211,10 +211,10 @@ def _report_failure(monitor: PeerMonitor, error: BaseException) -> None:
 def _make_exit(error: BaseException) -> GroupExit:
     if isinstance(error, UserError):
         return GroupExit(2, str(error))
-    return GroupExit(1, f"process {jax.process_index()} failed: {type(error).__name__}: {_first_line(error)}")
+    return GroupExit(1, f"process {jax.process_index()} failed: {type(error).__name__}: {_get_first_line(error)}")
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:MAX_REASON_CHARS]
 
 
@@ -222,7 +222,7 @@ def agree_on_exit(error: BaseException) -> GroupExit | None:
     """Return how all processes end after an error that is not the user's; None: by this error itself, or alone."""
     if not _monitor:
         return None
-    group_exit = _monitor.await_exit(_first_line(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+    group_exit = _monitor.await_exit(_get_first_line(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
     if group_exit is None:
         from_error = _make_exit(error)
         group_exit = _monitor.request_exit(*from_error)
