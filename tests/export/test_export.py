@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import safetensors
 import safetensors.numpy
-from models.weights.test_torchvision import scrambled
+from models.weights.test_torchvision import randomize
 from rich.console import Console
 
 import podscale
@@ -144,7 +144,7 @@ def test_onnx_gives_the_same_logits(name, stem, size):
     whole = recipe.Recipe(model=config, data=recipe.Data(image_size=size))
     model = registry.build_model(config, 10, size)
     model.eval()
-    from_torchvision(model, scrambled(to_torchvision(model)))
+    from_torchvision(model, randomize(to_torchvision(model)))
     images = np.random.default_rng(1).integers(0, 256, (3, size, size, 3), dtype=np.uint8)
     expected = np.asarray(jax.jit(model)(augment.normalize(whole, jnp.asarray(images))))
     logits, probabilities_onnx = run_onnxruntime(to_onnx(model, whole.data, {}).SerializeToString(), images)
@@ -193,7 +193,7 @@ def test_torchvision_loads_the_state_dict_and_gives_the_same_logits():
     torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
     model = registry.build_model(recipe.Model(name="resnet18", stem="space_to_depth"), 10, 64)
     model.eval()
-    from_torchvision(model, scrambled(to_torchvision(model)))
+    from_torchvision(model, randomize(to_torchvision(model)))
     theirs = torchvision.models.resnet18(num_classes=10).eval()
     tensors = {name: torch.from_numpy(tensor.copy()) for name, tensor in make_state_dict(model).items()}
     assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in theirs.state_dict().items()}

@@ -69,7 +69,7 @@ def test_one_changed_pixel_or_label_changes_the_data_digest(tmp_path):
     def compute_digest(images, labels):
         path = tmp_path / "data.npz"
         np.savez(path, train_images=images, train_labels=labels, val_images=images, val_labels=labels)
-        return open_index(recipes.Data(source="npz", path=str(path))).compute_digest()
+        return open_index(recipes.Data(source="npz", path=str(path))).digest()
 
     first = compute_digest(images, labels)
     assert compute_digest(images, labels) == first

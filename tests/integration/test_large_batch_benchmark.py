@@ -71,9 +71,9 @@ def test_only_diverged_trainings_may_lack_a_result(large_batch, tmp_path):
         return large_batch.explain_unfinished_study(tmp_path)
 
     assert large_batch.explain_unfinished_study(tmp_path) == "its processes ended before"
-    done, failed = {"run": "one", "accuracy": 0.5}, {"run": "two", "error": "no pictures"}
+    done, failed = {"run": "one", "accuracy": 0.5}, {"run": "two", "error": "no images"}
     assert explain_unfinished([done], []) == "its processes ended before"
-    assert explain_unfinished([done], [failed]) == "no pictures"
+    assert explain_unfinished([done], [failed]) == "no images"
     (tmp_path / "two" / "diverged").mkdir(parents=True)
     assert not explain_unfinished([done], [failed])
 

@@ -100,7 +100,7 @@ def test_a_case_may_have_a_recipe_of_its_own(write_study):
     study = grid.load_study(write_study(TINY.replace('"model.width" = 8\n', "") + cases + at))
     recipes = [case.recipe for case in study.cases]
     assert [recipe.name for recipe in recipes] == ["mine", "mine", "digits", "digits"]
-    assert [recipe.model.width for recipe in recipes[:3]] == [16, 16, grid.recipes.load("digits").model.width]
+    assert [recipe.model.width for recipe in recipes[:3]] == [16, 16, grid.recipes.load_recipe("digits").model.width]
     assert [recipe.schedule.peak for recipe in recipes[:2]] == [3.0, 4.0]
     assert [(recipe.batch.size, recipe.train.epochs) for recipe in recipes] == [(64, 1), (128, 1)] * 2
 

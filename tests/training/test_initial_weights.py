@@ -10,7 +10,7 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
-from models.weights.test_torchvision import scrambled
+from models.weights.test_torchvision import randomize
 from rich.console import Console
 from training.test_invariants import assert_close, make_small_recipe, train_on_pod
 
@@ -48,7 +48,7 @@ def build_network(classes=10, **config):
 def write_trained_weights(path, classes=10, **config):
     """Write a weights file of ours whose values no random initialization has."""
     model = build_network(classes, **config)
-    from_torchvision(model, scrambled(to_torchvision(model)))
+    from_torchvision(model, randomize(to_torchvision(model)))
     _, params, stats = make_functional(model)
     arrays = {name: np.asarray(array) for name, array in name_arrays(params, stats).items()}
     safetensors.numpy.save_file(arrays, path)
@@ -88,7 +88,7 @@ def test_a_head_of_another_size_keeps_its_random_initialization_and_is_reported(
 @pytest.mark.parametrize("classes", [10, 1000])
 def test_torchvision_weights_are_loaded(tmp_path, classes):
     model = build_network(classes)
-    tensors = scrambled(to_torchvision(model))
+    tensors = randomize(to_torchvision(model))
     counters = {"bn1.num_batches_tracked": np.asarray(7)}
     safetensors.numpy.save_file(tensors | counters, tmp_path / "w.safetensors")
     weights, arrays_now = initialize(tmp_path / "w.safetensors")

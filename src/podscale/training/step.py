@@ -161,7 +161,7 @@ def _update(
     recipe = plan.recipe
     local = _sum_micro_batches(net, plan, state, images, labels)
     if plan.summation == sharded.NAME:
-        params, opt_state, grad_norm, moments, counts = _sharded_update(net, plan, optimizer, state, local)
+        params, opt_state, grad_norm, moments, counts = _apply_sharded_update(net, plan, optimizer, state, local)
     else:
         grads, moments, counts = _sum_over_pod(plan, local)
         with jax.named_scope(OPTIMIZER):
@@ -233,7 +233,7 @@ def _sum_over_pod(plan: Plan, local: tuple[Tree, ...]) -> tuple[Tree, ...]:
     return grads, moments, counts
 
 
-def _sharded_update(
+def _apply_sharded_update(
     net: FunctionalModel, plan: Plan, optimizer: optax.GradientTransformation, state: State, local: tuple[Tree, ...]
 ) -> tuple[Tree, ...]:
     """Update each device's part of weights and optimizer state.

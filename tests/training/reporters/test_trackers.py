@@ -97,10 +97,10 @@ def test_a_tracker_that_is_not_installed_is_named_in_the_error(run, monkeypatch)
 
 
 def test_a_tracker_that_cannot_start_is_reported_in_one_sentence(run, monkeypatch):
-    def broken(_):
+    def fail(_):
         raise RuntimeError("no\nkey")
 
-    monkeypatch.setitem(trackers.TRACKERS, "broken", broken)
+    monkeypatch.setitem(trackers.TRACKERS, "broken", fail)
     with pytest.raises(UserError, match="a tracker could not be started: no key"):
         trackers.open_trackers(run, ["broken"])
 

@@ -143,8 +143,8 @@ class Reporter:
         if not messages:
             return
         path = self.run.get_bad_images_path(jax.process_index())
-        known = set(read_lines(path))
-        new = [message for message in messages if message not in known]
+        reported = set(read_lines(path))
+        new = [message for message in messages if message not in reported]
         for message in new:
             self.console.print(f"warning: {message}", style="bold red", markup=False, highlight=False)
         with self.warn_on(OSError), path.open("a", encoding="utf-8") as file:

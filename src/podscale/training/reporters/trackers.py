@@ -32,7 +32,7 @@ class Tracker(Protocol):
 def to_scalars(event: Event) -> dict[str, float]:
     """Return the points that an event adds to curves, by the curve's name.
 
-    >>> numbers(Event("eval", 12, 1.0, {"accuracy": 0.5, "spent": {}}))
+    >>> to_scalars(Event("eval", 12, 1.0, {"accuracy": 0.5, "spent": {}}))
     {'eval/accuracy': 0.5}
     """
     values = {f"{event.kind}/{name}": value for name, value in event.values.items()}
