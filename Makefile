@@ -4,16 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-slow asan-native check docs bench clean
+.PHONY: train test test-quick test-slow asan-native check docs bench clean
 
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
 
+# A file's tests stay in one process, so that what they share is made once.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --durations=20
+UNIT := tests --ignore=tests/integration --ignore=tests/faults
+
+test-quick: $(VENV)/.installed-dev ## the unit tests, in under two minutes
+	$(PYTEST) $(UNIT) -m "not slow and not trains"
+
 test: $(VENV)/.installed-dev ## the tests
-	$(BIN)/python -m pytest -q -n auto
+	$(PYTEST)
 
 test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
-	$(BIN)/python -m pytest -q -n auto -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 asan-native: $(VENV)/.installed-dev ## the native decoder under sanitizers, on 10,000 damaged JPEGs
 	$(BIN)/python tests/faults/native_asan.py

@@ -304,12 +304,12 @@ def large_cases() -> Iterator[Case]:
 Lowered = tuple[str, str, str, Any]  # program, case, platform, jax.stages.Lowered
 
 
-def lower_case(case: Case, wanted: Any) -> Iterator[Lowered]:
-    """Lower the programs of a case for those platforms whose lines are wanted."""
+def lower_case(case: Case, is_selected: Any) -> Iterator[Lowered]:
+    """Lower the programs of a case for those platforms whose lines are is_selected."""
     counts = dict(zip(("train_samples", "val_samples", "classes"), COUNTS.get(case.recipe, ()), strict=False))
     recipe = load_recipe(case.recipe, {f"data.{key}": value for key, value in counts.items()} | case.changes)
     lines = [(program, platform) for platform in case.platforms for program in case.programs]
-    lines = [line for line in lines if wanted(line[0], case.name, line[1])]
+    lines = [line for line in lines if is_selected(line[0], case.name, line[1])]
     traced: dict[tuple[str, str], Any] = {}
     programs: dict[str, Any] = {}
     for program, platform in lines:
@@ -353,14 +353,14 @@ PRODUCTION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def lower_production(wanted: Any) -> Iterator[Lowered]:
+def lower_production(is_selected: Any) -> Iterator[Lowered]:
     """The programs that the code of `podscale train` hands to the compiler, on virtual CPU devices."""
     for name, (shape, changes, options) in PRODUCTION.items():
         case = f"production-{name}"
-        if not any(wanted(program, case, "cpu") for program in BOTH):
+        if not any(is_selected(program, case, "cpu") for program in BOTH):
             continue
         for program, lowered in zip(BOTH, capture_compilations(shape, changes, options), strict=True):
-            if wanted(program, case, "cpu"):
+            if is_selected(program, case, "cpu"):
                 yield program, case, "cpu", lowered
 
 
@@ -395,7 +395,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 16)
     has_libtpu = util.find_spec("libtpu") is not None
 
-    def wanted(program: str, case: str, platform: str) -> bool:
+    def is_selected(program: str, case: str, platform: str) -> bool:
         return bool(re.search(arguments.only, f"{program} {case} {platform}")) and (platform != "tpu" or has_libtpu)
 
     if arguments.list:
@@ -403,11 +403,11 @@ def main() -> None:
             (p, case.name, platform) for case in list_cases() for platform in case.platforms for p in case.programs
         ]
         lines += [(p, f"production-{name}", "cpu") for name in PRODUCTION for p in BOTH]
-        print(*(" ".join(line) for line in lines if wanted(*line)), sep="\n")
+        print(*(" ".join(line) for line in lines if is_selected(*line)), sep="\n")
         return
     began, count = time.perf_counter(), 0
     last = began
-    for program, case, platform, lowered in lower_all(wanted):
+    for program, case, platform, lowered in lower_all(is_selected):
         strict, loose = normalize(lowered)
         print(f"{program:7} {case:36} {platform:4} {digest(strict)} {loose[:16]}", flush=True)
         if arguments.dump:
@@ -419,10 +419,10 @@ def main() -> None:
     print(f"{count} programs in {time.perf_counter() - began:.0f} s, jax {jax.__version__}", file=sys.stderr)
 
 
-def lower_all(wanted: Any) -> Iterator[Lowered]:
+def lower_all(is_selected: Any) -> Iterator[Lowered]:
     for case in list_cases():
-        yield from lower_case(case, wanted)
-    yield from lower_production(wanted)
+        yield from lower_case(case, is_selected)
+    yield from lower_production(is_selected)
 
 
 def dump(folder: Path, name: str, text: str) -> None:

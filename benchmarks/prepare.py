@@ -68,7 +68,7 @@ def link_images(folder: Path, root: Path, limit: int) -> Path:
 def compare(root: Path, size: int, rounds: int) -> None:
     """Prepare the data set with every setting, time a pass over each result, and print the table."""
     original = open_index(Data(source="folder", path=str(root))).train
-    original_bytes = int(original.encoded_bytes().sum())
+    original_bytes = int(original.count_encoded_bytes().sum())
     passes = {
         "Pillow, the files as they are": make_pillow_pass(original, size),
         "the files as they are": make_podscale_pass(original, size),

@@ -159,8 +159,8 @@ def functions_of(module: Any) -> Iterator[Any]:
 
 
 def attributes_of(op: Any) -> str:
-    return " ".join(sorted(f"{named.name}={named.attr}" for named in named_attributes(op)))
+    return " ".join(sorted(f"{attribute.name}={attribute.attr}" for attribute in iterate_attributes(op)))
 
 
-def named_attributes(op: Any) -> Iterator[Any]:
+def iterate_attributes(op: Any) -> Iterator[Any]:
     return (op.attributes[i] for i in range(len(op.attributes)))

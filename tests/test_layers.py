@@ -24,7 +24,7 @@ def module_names():
 MODULES = dict(module_names())
 
 
-def imported_modules(path):
+def find_imports(path):
     """The modules of this package that a file imports anywhere in it, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "podscale":
@@ -54,14 +54,14 @@ def test_a_layer_imports_only_layers_above_it(layer):
         f"{module} imports {other}"
         for module, path in MODULES.items()
         if layer_of(module) == layer
-        for other in imported_modules(path)
+        for other in find_imports(path)
         if other and layer_of(other) not in above and layer_of(other) != "recipes"
     ]
     assert not wrong, wrong
 
 
 def test_no_modules_import_one_another_in_a_circle():
-    graph = {module: set(imported_modules(path)) - {module, ""} for module, path in MODULES.items()}
+    graph = {module: set(find_imports(path)) - {module, ""} for module, path in MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 

@@ -102,7 +102,7 @@ def test_the_kernel_is_asked_to_drop_exactly_the_bytes_of_the_images(photos, mon
     samples = np.array([3, 1])
     empty = np.zeros(0)
     input.Crops(index, samples, empty, empty, empty).evict()
-    lengths = index.encoded_bytes()[samples].tolist()
+    lengths = index.count_encoded_bytes()[samples].tolist()
     assert calls == [(0, length, os.POSIX_FADV_DONTNEED) for length in lengths]
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -187,8 +187,8 @@ def get_kinds(prepared):
 def compute_sizes(index):
     """Return the bytes of a cache, by kind."""
     return {
-        "decoded": cache.compute_cache_bytes(index.decoded_bytes()),
-        "encoded": cache.compute_cache_bytes(index.encoded_bytes()),
+        "decoded": cache.compute_cache_bytes(index.count_decoded_bytes()),
+        "encoded": cache.compute_cache_bytes(index.count_encoded_bytes()),
         None: 0,
     }
 

@@ -61,7 +61,7 @@ class Soak:
                 return None
             self.process = self.training.start()
             trains = wait_until(self.training.has_started_training, self.process, every_s=0.05)
-            fault.lost = max(last_step - self.training.resumed_step(), 0)
+            fault.lost = max(last_step - self.training.find_resumed_step(), 0)
         fault.again_s = time.monotonic() - began
         return fault if trains else None
 

@@ -48,12 +48,12 @@ def poison_batches(monkeypatch, recipe, *numbers):
     def compile_poisoned(setup, run):
         call = compile_train_step(setup, run)
 
-        def poisoned(state, images, labels, count):
+        def call_with_nan(state, images, labels, count):
             if identify_batch(images) in poisoned_batches:
                 state = state._replace(params=jax.tree.map(lambda a: a * jnp.nan, state.params))
             return call(state, images, labels, count)
 
-        return poisoned
+        return call_with_nan
 
     monkeypatch.setattr(loop, "compile_train_step", compile_poisoned)
 

@@ -76,7 +76,7 @@ def inject_bit_flips(monkeypatch, at, times):
     def compile_damaged(setup, run):
         call = compile_train_step(setup, run)
 
-        def damaged(state, *batch):
+        def call_with_flipped_bit(state, *batch):
             if int(state.step) == at and remaining[0]:
                 remaining[0] -= 1
                 name = sorted(state.params)[0]
@@ -86,7 +86,7 @@ def inject_bit_flips(monkeypatch, at, times):
                 state = state._replace(params=params)
             return call(state, *batch)
 
-        return damaged
+        return call_with_flipped_bit
 
     monkeypatch.setattr(loop, "compile_train_step", compile_damaged)
 

@@ -109,7 +109,7 @@ def test_an_indexed_job_of_separate_trainings_is_not_a_process_group(tmp_path):
 
 def test_jax_variables_must_be_set_together():
     three = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "a:1"}
-    assert schedulers.detect_process_info(three).describe() == "process 1 of 2, told by the environment"
+    assert schedulers.detect_process_info(three).describe() == "process 1 of 2, according to the environment"
     for name in ("JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"):
         with pytest.raises(UserError, match="or none of them"):
             schedulers.detect_process_info({k: v for k, v in three.items() if k != name})

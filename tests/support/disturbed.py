@@ -130,7 +130,7 @@ class Training:
         """Whether the last session has done its first update."""
         return re.search(r"step [0-9,]+/", self._read_last_session()) is not None
 
-    def resumed_step(self) -> int:
+    def find_resumed_step(self) -> int:
         """Return the step that the last session resumed from; call it after its first update."""
         steps = re.findall(r"resuming after step ([0-9,]+)", self._read_last_session())
         return int(steps[-1].replace(",", "")) if steps else 0
@@ -172,7 +172,7 @@ class Kill:
     saving: bool  # whether a checkpoint was partly written
     deleting: bool
     trained: bool  # whether the session had done its first update
-    resumed_step: int | None = None  # of the next session, if it got that far
+    find_resumed_step: int | None = None  # of the next session, if it got that far
 
 
 def kill(training: Training, process: subprocess.Popen, moment: str, draw: random.Random) -> Kill | None:

@@ -101,8 +101,8 @@ def measure_input(
         "recipe": recipe.name,
         "path": recipe.data.path,
         "pictures": len(crops["train"]),
-        "picture_bytes": float(index.encoded_bytes()[crops["train"].samples].mean()),
-        "picture_pixels": float(index.decoded_bytes()[crops["train"].samples].mean() / 3),
+        "picture_bytes": float(index.count_encoded_bytes()[crops["train"].samples].mean()),
+        "picture_pixels": float(index.count_decoded_bytes()[crops["train"].samples].mean() / 3),
         "image_size": recipe.data.image_size,
         "decoder": decode.select_decoder(),
         "threads": threads,
@@ -251,7 +251,7 @@ def _fill_cache(crops: Crops, kind: str, pool: Executor) -> Index | None:
     if kind == "none":
         return crops.index
     samples = np.unique(crops.samples)
-    lengths = crops.index.decoded_bytes() if kind == "decoded" else crops.index.encoded_bytes()
+    lengths = crops.index.count_decoded_bytes() if kind == "decoded" else crops.index.count_encoded_bytes()
     if cache.compute_cache_bytes(lengths[samples]) > cache.DEFAULT_MEMORY_SHARE * cache.measure_free_memory():
         return None
     index = crops.index.with_cache(kind, samples)  # type: ignore[arg-type]
@@ -395,5 +395,5 @@ def _measure_loader(plan: Plan, index: Index, images: int, expected: float, thre
 def _choose_cache(index: Index, recipe: Recipe, options: Options) -> str:
     """Return the cache that a run on this machine would choose for the whole training set."""
     limit = options.cache_gib * 2**30 if options.cache_gib else cache.DEFAULT_MEMORY_SHARE * cache.measure_free_memory()
-    encoded, decoded = map(cache.compute_cache_bytes, (index.encoded_bytes(), index.decoded_bytes()))
+    encoded, decoded = map(cache.compute_cache_bytes, (index.count_encoded_bytes(), index.count_decoded_bytes()))
     return cache.choose_kind(options.cache, encoded, decoded, int(limit), recipe.train.epochs) or "none"

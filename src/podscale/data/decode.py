@@ -7,7 +7,7 @@ installed without a compiler, and with `PODSCALE_DECODER=plain`.
 
 All other code gets pixels through `crop.crop_batch`. Whatever the file, the result is uint8 RGB:
 
-- JPEG, PNG, WebP and PPM (P6, 8 bits: pixels as they are) are told apart by their content, not by their name;
+- JPEG, PNG, WebP and PPM (P6, 8 bits: pixels as they are) are distinguished by their content, not by their name;
   animations give their first frame;
 - EXIF orientation is applied first, so sizes and boxes always refer to the upright image;
 - grayscale gives three equal channels; palettes are looked up; CMYK and YCCK JPEGs are converted by Pillow, Adobe's

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from podscale.kernels import matmul
 from podscale.kernels.blocking import BLOCKS, ROWS, choose_blocking
 from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
 
@@ -35,6 +34,8 @@ def forward(
     blocking = choose_blocking(rows, spec.groups, depth, columns, len(left), 0, sums_count, computes_left=bool(affine))
     if blocking is None:
         return None
+    from podscale.kernels import matmul  # it imports Pallas, which takes a second
+
     flat = tuple(value.reshape(rows, depth) for value in left)
     y, z, sums, _ = matmul.multiply(
         blocking, flat, tuple(vectors), kernel.reshape(depth, columns), rectify=True, interpret=_make_interpreter(spec)
@@ -70,6 +71,8 @@ def backward(
     blocking = blocking or choose_blocking(*size, extras, sums_count, computes_left=True)
     if blocking is None:
         return None
+    from podscale.kernels import matmul
+
     flatten = partial(jnp.reshape, shape=(rows, depth))
     whole_dz, g, sums, weights = matmul.multiply(
         blocking,
@@ -88,4 +91,6 @@ def backward(
 
 
 def _make_interpreter(spec: LayerSpec) -> Any:
+    from podscale.kernels import matmul
+
     return matmul.make_interpreter() if spec.kernels == INTERPRET else None

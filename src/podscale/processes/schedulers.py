@@ -42,7 +42,7 @@ class ProcessInfo:
 
     def describe(self) -> str:
         """Return it as a clause of a message."""
-        return f"process {self.process} of {self.processes}, told by {self.launcher}"
+        return f"process {self.process} of {self.processes}, according to {self.launcher}"
 
 
 def make_process_info(coordinator: str, processes: int, process: int) -> ProcessInfo:
@@ -57,7 +57,7 @@ def make_process_info(coordinator: str, processes: int, process: int) -> Process
         UserError: an argument is not valid.
 
     >>> make_process_info("10.0.0.7:1234", 2, 1).describe()
-    'process 1 of 2, told by the command'
+    'process 1 of 2, according to the command'
     """
     if processes < 1 or not 0 <= process < processes:
         raise UserError(f"process {process} of {processes} cannot be: give --processes N and --process 0..N-1")

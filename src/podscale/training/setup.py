@@ -254,7 +254,8 @@ def cache_images(setup: Setup, options: Options) -> Setup:
 
 def _cache_split(index: Index, samples: NDArray[np.int64], option: str, limit: int, passes: float) -> Index:
     encoded, decoded = (
-        cache.compute_cache_bytes(lengths[samples]) for lengths in (index.count_encoded_bytes(), index.count_decoded_bytes())
+        cache.compute_cache_bytes(lengths[samples])
+        for lengths in (index.count_encoded_bytes(), index.count_decoded_bytes())
     )
     kind = cache.choose_kind(option, encoded, decoded, limit, passes)
     return index.with_cache(kind, samples) if kind else index

@@ -115,7 +115,7 @@ class Index:
 
     def with_cache(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
         """Return the same images with a cache that holds those of `samples` once they are read or decoded."""
-        lengths = self.decoded_bytes() if kind == "decoded" else self.encoded_bytes()
+        lengths = self.count_decoded_bytes() if kind == "decoded" else self.count_encoded_bytes()
         return replace(self, cache=Cache.allocate(kind, lengths, samples))
 
     def _fill_cache(self, kind: Kind, samples: NDArray[np.integer]) -> Cache | None:
@@ -129,11 +129,11 @@ class Index:
             cache.put(sample, load(sample))
         return cache
 
-    def encoded_bytes(self) -> NDArray[np.int64]:
+    def count_encoded_bytes(self) -> NDArray[np.int64]:
         """Return the size of each encoded image in bytes."""
         return self._get_files().table.lengths
 
-    def decoded_bytes(self) -> NDArray[np.int64]:
+    def count_decoded_bytes(self) -> NDArray[np.int64]:
         """Return the size of each decoded image in bytes."""
         return 3 * self.sizes.astype(np.int64).prod(axis=1)
 
@@ -155,7 +155,7 @@ class Splits:
         """Return eight hex digits that identify the data set: of labels, sizes, and lengths of files or pixels."""
         checksum = 0
         for index in (self.train, self.val):
-            content = index.images if index.images is not None else index.encoded_bytes()
+            content = index.images if index.images is not None else index.count_encoded_bytes()
             for array in (index.labels, index.sizes, content):
                 checksum = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), checksum)
         return f"{checksum:08x}"

@@ -269,7 +269,7 @@ def _summarize(splits: Splits, kind: str, target: Target) -> dict[str, Any]:
     methods: Counter[str] = Counter()
     for shard in shards:
         methods.update(shard["how"])
-    bytes_in = sum(int(getattr(splits, split).encoded_bytes().sum()) for split in SPLITS)
+    bytes_in = sum(int(getattr(splits, split).count_encoded_bytes().sum()) for split in SPLITS)
     bytes_out = sum(shard["bytes"] for shard in shards)
     return {
         "prepared": str(target.folder),

@@ -79,7 +79,7 @@ def _summarize_split(index: Index, classes: int) -> dict[str, Any]:
     ranks = {"smallest": 0, "median": (len(index) - 1) // 2, "largest": len(index) - 1}
     return {
         "pictures": len(index),
-        "bytes": int((index.decoded_bytes() if index.files is None else index.encoded_bytes()).sum()),
+        "bytes": int((index.count_decoded_bytes() if index.files is None else index.count_encoded_bytes()).sum()),
         "sizes": {rank: index.sizes[by_area[position]].tolist() for rank, position in ranks.items()},
         "extensions": count_extensions(index.files.table.names) if index.files is not None else {},
         "pictures_per_class": {"fewest": int(per_class.min()), "most": int(per_class.max())},
