@@ -47,7 +47,7 @@ def kill_until_the_end(training, kills_done, kills, draw):
         kill_record = kill(training, process, draw.choice(MOMENTS), draw) if len(kills_done) < kills else None
         assert kill_record or process.wait() == 0, training.log.read_text()[-2000:]
         if len(kills_done) > first and training.has_started_training():
-            kills_done[-1].find_resumed_step = training.find_resumed_step()
+            kills_done[-1].resumed_step = training.find_resumed_step()
         if kill_record is None:
             return
         kills_done.append(kill_record)
@@ -60,7 +60,7 @@ def check_lost_updates(kills_done, save_steps):
     """
     lost = 0
     for record in kills_done:
-        assert record.find_resumed_step in (None, record.newest_checkpoint)
+        assert record.resumed_step in (None, record.newest_checkpoint)
         before, lost = lost, record.last_step - record.newest_checkpoint
         assert lost <= (1 + record.saving) * save_steps or (not record.trained and lost == before), record
 

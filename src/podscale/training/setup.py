@@ -253,10 +253,8 @@ def cache_images(setup: Setup, options: Options) -> Setup:
 
 
 def _cache_split(index: Index, samples: NDArray[np.int64], option: str, limit: int, passes: float) -> Index:
-    encoded, decoded = (
-        cache.compute_cache_bytes(lengths[samples])
-        for lengths in (index.count_encoded_bytes(), index.count_decoded_bytes())
-    )
+    encoded = cache.compute_cache_bytes(index.count_encoded_bytes()[samples])
+    decoded = cache.compute_cache_bytes(index.count_decoded_bytes()[samples])
     kind = cache.choose_kind(option, encoded, decoded, limit, passes)
     return index.with_cache(kind, samples) if kind else index
 
