@@ -172,7 +172,7 @@ class Kill:
     saving: bool  # whether a checkpoint was partly written
     deleting: bool
     trained: bool  # whether the session had done its first update
-    find_resumed_step: int | None = None  # of the next session, if it got that far
+    resumed_step: int | None = None  # of the next session, if it got that far
 
 
 def kill(training: Training, process: subprocess.Popen, moment: str, draw: random.Random) -> Kill | None:
