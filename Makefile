@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --durations=20
 UNIT := tests --ignore=tests/integration --ignore=tests/faults
 
 test-quick: $(VENV)/.installed-dev ## the unit tests, in under two minutes
-	$(PYTEST) $(UNIT) -m "not slow and not trains"
+	$(PYTEST) $(UNIT) --quick
 
 test: $(VENV)/.installed-dev ## the tests
 	$(PYTEST)

@@ -33,7 +33,7 @@ def build_plain(config, classes, image_size, rngs):  # config: the recipe's mode
 def main() -> None:
     recipe = podscale.load_recipe("digits").override({"model.name": "plain", "train.epochs": 6})
     summary = podscale.train(recipe, pod=podscale.find_pod(virtual="1x2"), folder="runs/plain")
-    print(f"{summary['accuracy']:.1%} right")
+    print(f"validation accuracy {summary['accuracy']:.1%}")
 
 
 if __name__ == "__main__":

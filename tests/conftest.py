@@ -8,6 +8,28 @@ jax.config.update("jax_num_cpu_devices", 16)
 jax.devices()  # starts the backend, so that no test can change the number of devices
 
 
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="leave out heavy tests, and sample where a test says so")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --quick, drop tests marked `heavy`; of a test marked `sample(n)` keep n evenly spread parameter sets."""
+    if not config.getoption("--quick"):
+        return
+    families = {}
+    for item in items:
+        families.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    kept = []
+    for family in families.values():
+        marker = family[0].get_closest_marker("sample")
+        count = min(marker.args[0], len(family)) if marker else len(family)
+        kept += [family[i * len(family) // count] for i in range(count)]
+    kept = [item for item in kept if not item.get_closest_marker("heavy")]
+    selected = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = [item for item in items if item in selected]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Keep the indexes of the tests out of the user's cache."""

@@ -115,6 +115,7 @@ def test_importing_the_package_does_not_import_jax():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@pytest.mark.heavy
 def test_the_example_of_the_package_trains(tmp_path):
     recipe = podscale.load_recipe("digits").override({"train.epochs": 1, "model.width": 8})
     summary = podscale.train(

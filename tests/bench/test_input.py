@@ -72,6 +72,7 @@ def test_every_stage_crop_and_cache_has_a_rate(photos):
     json.dumps(result, allow_nan=False)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("changes", [{"data.shrink": 40}, {"augment.crop": "centre"}])
 def test_shrunk_images_and_the_reference_decoder_have_their_own_stages(photos, changes, monkeypatch):
     if "data.shrink" not in changes:
@@ -179,6 +180,7 @@ def test_both_transfer_rates_of_gpus_are_reported():
 # --- the command line ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("option", ["--json", ""])
 def test_the_command_prints_tables_or_one_object(photos, capfd, option):
     arguments = [

@@ -150,6 +150,7 @@ def test_recipes_are_listed(tmp_path):
     assert "resnet50-imagenet-32k" in run_podscale(tmp_path, "recipes").stdout
 
 
+@pytest.mark.heavy
 def test_a_plan_for_the_papers_pod_needs_neither_pod_nor_data(tmp_path):
     result = run_json(tmp_path, "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--no-compile", "--json")
     assert (result["pod"]["devices"], result["images_per_device"], result["steps"]) == (2048, 16, 2816)
@@ -157,6 +158,7 @@ def test_a_plan_for_the_papers_pod_needs_neither_pod_nor_data(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.heavy
 def test_the_forecast_is_compared_with_published_trainings(tmp_path):
     result = run_json(tmp_path, "plan", "--published", "--json")
     assert result["median_error"] <= 0.15
@@ -166,6 +168,7 @@ def test_the_forecast_is_compared_with_published_trainings(tmp_path):
     assert "median error" in output
 
 
+@pytest.mark.heavy
 def test_a_search_draws_its_plot(tmp_path):
     done = run_podscale(tmp_path, "plan", "resnet50-imagenet-32k", "--search", "v3", "--plot", "scaling.svg")
     assert done.returncode == 0, done.stderr
@@ -173,11 +176,13 @@ def test_a_search_draws_its_plot(tmp_path):
     assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.heavy
 def test_a_plan_on_virtual_devices(tmp_path):
     result = run_json(tmp_path, "plan", "digits", "--pod.virtual", "2x2", "--plan.micro_batches", "2", "--json")
     assert (result["pod"]["devices"], result["micro_batches"], result["tile"]) == (4, 2, [2, 2])
 
 
+@pytest.mark.heavy
 def test_the_step_is_timed(tmp_path):
     result = run_json(tmp_path, "bench", "step", "digits", "--images", "8", "--repeats", "1", "--json")
     assert result["images_per_device"] == 8
@@ -195,6 +200,7 @@ def trained(tmp_path_factory):
     return folder, run_json(folder, *DIGITS)
 
 
+@pytest.mark.heavy
 def test_training_prints_its_summary(trained):
     folder, summary = trained
     assert (summary["run"], summary["recipe"], summary["steps"]) == ("run", "digits", 23)
@@ -206,6 +212,7 @@ def test_training_prints_its_summary(trained):
         assert (folder / "run" / name).exists()
 
 
+@pytest.mark.heavy
 def test_the_same_command_again_has_nothing_to_do(trained):
     folder, summary = trained
     checkpoints = read_contents(folder / "run" / "checkpoints")
@@ -215,12 +222,14 @@ def test_the_same_command_again_has_nothing_to_do(trained):
     assert (folder / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
+@pytest.mark.heavy
 def test_evaluation_gives_the_accuracy_of_training(trained):
     folder, summary = trained
     result = run_json(folder, "eval", "--run", "run", "--json")
     assert (result["accuracy"], result["examples"], result["checkpoint"]) == (summary["accuracy"], 360, 23)
 
 
+@pytest.mark.heavy
 def test_prediction_classifies_images(trained):
     folder, _ = trained
     shutil.copy(folder / "run" / "sample.png", folder / "a[red].png")
@@ -234,12 +243,14 @@ def test_prediction_classifies_images(trained):
     assert 0 < sum(chances) <= 1 + 1e-6
 
 
+@pytest.mark.heavy
 def test_file_names_are_printed_without_markup(trained):
     folder, _ = trained
     shutil.copy(folder / "run" / "sample.png", folder / "b[red].png")
     assert "b[red].png" in run_podscale(folder, "predict", "b[red].png", "--run", "run").stdout
 
 
+@pytest.mark.heavy
 def test_a_finished_run_without_its_summary_still_prints_one(trained, tmp_path):
     """The process was killed after the last checkpoint and before the summary."""
     folder, summary = trained
@@ -249,6 +260,7 @@ def test_a_finished_run_without_its_summary_still_prints_one(trained, tmp_path):
     assert (result["steps"], result["best_accuracy"]) == (23, summary["best_accuracy"])
 
 
+@pytest.mark.heavy
 def test_a_run_killed_in_the_middle_of_a_line_resumes(trained, tmp_path):
     folder, summary = trained
     shutil.copytree(folder / "run", tmp_path / "run")
@@ -268,6 +280,7 @@ def test_another_recipe_is_refused_in_a_run_folder(trained):
     assert sentence.startswith("run holds a run of another recipe (train.epochs 2.0, now 3.0)")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -383,6 +396,7 @@ def photos(tmp_path):
     return tmp_path
 
 
+@pytest.mark.heavy
 def test_a_folder_of_photos_trains(photos):
     before = read_contents(photos / "photos")
     summary = run_json(photos, "train", "mine.toml", "--json")
@@ -455,6 +469,7 @@ def test_a_class_without_images_is_named(photos):
     assert "photos/train/grey holds no images" in run_refused_unchanged(photos, "train", "mine.toml")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("victim", ["train/dark/3.jpg", "val/bright/2.jpg"])
 def test_a_truncated_jpeg_is_named(photos, victim):
     path = photos / "photos" / victim

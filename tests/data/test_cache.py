@@ -197,6 +197,7 @@ def choose_best(index, limit):
     return next(kind for kind, size in compute_sizes(index).items() if size <= limit)
 
 
+@pytest.mark.heavy
 def test_caches_stay_within_the_limit(recipe):
     """Training's images come first; validation's get the remaining memory."""
     uncached = prepare(recipe)
@@ -230,6 +231,7 @@ def test_a_single_pass_needs_no_cache(recipe):
     assert get_kinds(setup.cache_images(evaluated_once, Options())) == ("decoded", None)
 
 
+@pytest.mark.heavy
 def test_arrays_need_no_cache():
     prepared = setup.cache_images(prepare(recipes.load_recipe("digits")), Options(cache="decoded"))
     assert get_kinds(prepared) == (None, None)
@@ -288,6 +290,7 @@ def test_free_memory_is_that_of_a_laptop_if_the_machine_does_not_report_it(tmp_p
 # --- reports -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_plan_and_checkpoints_record_the_decoder_and_the_cache(recipe, tmp_path):
     text = io.StringIO()
     short = recipes.override_recipe(recipe, {"train.epochs": 2, "train.eval_epochs": 1})

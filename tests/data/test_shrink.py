@@ -100,6 +100,7 @@ def test_evaluation_sees_shrunk_images(recipe, monkeypatch, decoder, kind):
             np.testing.assert_array_equal(pixels, crop_with_pillow(index, sample))
 
 
+@pytest.mark.heavy
 def test_prediction_and_evaluation_of_a_run_see_shrunk_images(recipe, tmp_path, monkeypatch):
     train(recipe, folder=tmp_path / "run", pod=inference.find_pod(virtual="1x1"))
     run = inference.open_run(tmp_path / "run")

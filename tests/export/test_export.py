@@ -60,6 +60,7 @@ def probabilities(run, pixels):
 # --- metadata ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_metadata_holds_all_that_another_program_needs(run):
     metadata = make_metadata(run, 12)
     assert metadata["format"] == "podscale"
@@ -79,6 +80,7 @@ def test_metadata_holds_all_that_another_program_needs(run):
 # --- safetensors ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_safetensors_hold_every_array_under_its_name(run, tmp_path):
     result = podscale.export_model(run, tmp_path / "model.safetensors", which="newest")
     assert (result["format"], result["checkpoint"]) == ("safetensors", 12)
@@ -110,6 +112,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("podscale
 """
 
 
+@pytest.mark.heavy
 def test_stablehlo_runs_with_nothing_but_jax(run, pixels, probabilities, tmp_path):
     podscale.export_model(run, tmp_path / "model.stablehlo")
     np.save(tmp_path / "in.npy", pixels)
@@ -117,6 +120,7 @@ def test_stablehlo_runs_with_nothing_but_jax(run, pixels, probabilities, tmp_pat
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), probabilities, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.heavy
 def test_stablehlo_takes_any_batch(run, pixels, probabilities, tmp_path):
     from jax import export
 
@@ -135,6 +139,7 @@ def run_onnxruntime(model, images):
     return session.run(["logits", "probabilities"], {"images": images})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "stem", "size"),
     [("resnet8", "small", 9), ("resnet18", "conv7", 37), ("resnet50", "space_to_depth", 34)],
@@ -153,6 +158,7 @@ def test_onnx_gives_the_same_logits(name, stem, size):
     np.testing.assert_allclose(probabilities_onnx, jax.nn.softmax(expected), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_an_onnx_file_runs_and_describes_itself(run, pixels, probabilities, tmp_path):
     podscale.export_model(run.folder, tmp_path / "model.onnx")
     model = onnx.load(tmp_path / "model.onnx")
@@ -170,6 +176,7 @@ def read_checkpoint_property(model):
 # --- torchvision ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_torchvision_layout_makes_a_round_trip(run, tmp_path):
     podscale.export_model(run, tmp_path / "model.safetensors", "torchvision")
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
@@ -207,6 +214,7 @@ def test_torchvision_loads_the_state_dict_and_gives_the_same_logits():
 # --- mistakes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("to", "format_name", "message"),
     [
@@ -229,6 +237,7 @@ def test_onnx_of_another_kind_of_model_is_refused():
         to_onnx(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), recipe.Data(), {})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("to", "package"), [("m.onnx", "onnx"), ("m.stablehlo", "flatbuffers")])
 def test_a_format_whose_package_is_missing_says_what_to_install(run, tmp_path, monkeypatch, to, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -236,6 +245,7 @@ def test_a_format_whose_package_is_missing_says_what_to_install(run, tmp_path, m
         podscale.export_model(run, tmp_path / to)
 
 
+@pytest.mark.heavy
 def test_the_export_command_writes_the_file_and_reports_it(run, tmp_path, capfd):
     assert main(["export", str(run.folder), "--to", str(tmp_path / "m.onnx"), "--checkpoint", "6"]) == 0
     assert "onnx, 0.1 MiB; checkpoint 6, " in capfd.readouterr().out

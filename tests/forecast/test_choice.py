@@ -113,6 +113,7 @@ def measurement():
     return sums.measure_sums(recipe, pod.make_pod(jax.devices(), "2x2", 2), **settings)
 
 
+@pytest.mark.heavy
 def test_every_strategy_is_timed_on_every_payload_and_sums_exactly(measurement):
     points = measurement["points"]
     assert {(p["strategy"], p["payload"]) for p in points} == {
@@ -132,6 +133,7 @@ def compute_chip_rate(links):
     return Probe(links["rows"], links["cols"], **costs).chip_rate
 
 
+@pytest.mark.heavy
 def test_the_table_has_a_row_for_each_point(measurement):
     rows = sums.format_rows(measurement)
     assert len(rows) == len(measurement["points"])

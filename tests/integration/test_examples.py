@@ -43,7 +43,7 @@ def test_callback_example_stops_training(run_example):
 
 
 def test_own_model_example(run_example):
-    assert "% right" in run_example("own_model.py")
+    assert "validation accuracy" in run_example("own_model.py")
     assert "plain" in Path("runs/plain/recipe.toml").read_text()
 
 

@@ -129,6 +129,7 @@ def test_convolutions_start_as_the_identity_as_far_as_they_have_channels():
     assert random.std() == pytest.approx(1 / np.sqrt(27 * 24), rel=0.03)
 
 
+@pytest.mark.heavy
 def test_max_pool_and_its_gradient_match_flax():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 6, 3)), jnp.float32)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 4, 3, 3)), jnp.float32)
@@ -171,11 +172,13 @@ def test_images_that_are_too_small_are_refused():
 # --- the recipe --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_network_learns(trained):
     assert trained[1]["steps"] == 24
     assert trained[1]["accuracy"] > 0.9
 
 
+@pytest.mark.heavy
 def test_whitening_fits_the_training_images_and_stays_while_its_bias_learns_at_first(trained, recipe, stripes):
     first, last = (state.params["layers"] for state in load_states(trained[0], recipe))
     images = stripes[1]["train_images"] / np.float32(255)
@@ -194,6 +197,7 @@ def load_state(folder, recipe, number):
         return jax.device_get(checkpoints.restore(number, setup.prepare(recipe, make_torus()).state))
 
 
+@pytest.mark.heavy
 def test_muon_keeps_the_norms_of_kernels(trained, recipe):
     _, last = load_states(trained[0], recipe)
     for group in (1, 2, 3):
@@ -202,6 +206,7 @@ def test_muon_keeps_the_norms_of_kernels(trained, recipe):
             assert np.linalg.norm(kernel) == pytest.approx(np.sqrt(kernel.shape[-1]), rel=0.1)
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_resume_is_bit_identical(trained, recipe, tmp_path):
     """Resumes from the middle, on the same pod, with its images now on the host."""
@@ -219,6 +224,7 @@ def test_resume_is_bit_identical(trained, recipe, tmp_path):
 # --- views -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_evaluation_prediction_and_export_average_over_the_same_views(trained, stripes, tmp_path):
     run = Run.load(trained[0])
     recipe = run.recipe.override({"data.eval_views": 6})

@@ -165,6 +165,7 @@ def test_bottlenecks_stride_in_the_3x3_convolution():
     assert sides == [7] + 3 * [3, 1]  # the stem; then in each later stage the 3x3 and the projection of the shortcut
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["resnet8", "resnet50"])
 def test_newly_initialized_block_equals_its_shortcut(name):
     model = registry.build_model(make_config(name=name), 10, 32)
@@ -186,6 +187,7 @@ def compute_outputs_and_shortcuts(model: nnx.Module, x: jax.Array) -> list[tuple
     return pairs
 
 
+@pytest.mark.heavy
 def test_zero_scales_of_a_new_block_have_a_gradient():
     model = registry.build_model(make_config(), 10, 8)
     model.train()
@@ -194,6 +196,7 @@ def test_zero_scales_of_a_new_block_have_a_gradient():
     assert float(abs(gradient.layers[1].norm2.scale[...]).max()) > 0
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stem", ["small", "space_to_depth"])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters_and_logits(stem):
     config = make_config(stem=stem, precision="bfloat16")

@@ -64,12 +64,14 @@ def update_parts(recipe, mesh, params, gradients):
     return params, state, partitioner
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("shape", "cores"), PODS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("form", rule["name"]))
 def test_every_rule_updates_parts_like_whole_arrays(rule, shape, cores):
     compare_updates(rule, shape, cores)
 
 
+@pytest.mark.heavy
 def test_learning_rates_per_group_are_the_same_for_parts():
     compare_updates(RULES[0], "2x2", 1, **RATES)
 
@@ -108,6 +110,7 @@ def test_partitioning_a_state_and_gathering_it_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, partitioned_again, parts)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_scatter_and_gather_give_the_sum(payload):
     mesh = pod.make_pod(jax.devices(), "2x3", 2).mesh()
@@ -157,6 +160,7 @@ def test_run_resumes_with_another_summation(torus_run, tmp_path, first, second):
     np.testing.assert_allclose(read_losses(tmp_path), read_losses(torus_run), rtol=1e-3)
 
 
+@pytest.mark.heavy
 def test_non_finite_update_changes_no_part(tmp_path):
     """With weights that are NaN, nothing changes but the step counter."""
     prepared = setup.prepare(make_recipe(), pod.make_pod(jax.devices(), "2x2"), Options(summation="sharded"))
@@ -172,6 +176,7 @@ def test_non_finite_update_changes_no_part(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.optimizer), before)
 
 
+@pytest.mark.heavy
 def test_replicas_are_compared_and_parts_are_not():
     prepared = setup.prepare(make_recipe(), pod.make_pod(jax.devices(), "2x2"), Options(summation="sharded"))
     check = ReplicaCheck(prepared.mesh, every=1)

@@ -60,6 +60,7 @@ def check_replicas(tree):
 UNEVEN = [(1,), (), (7,), (1000,), (3, 5)]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("shape", SHAPES + CORES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_integers_sum_exactly_and_floats_within_the_rounding_bound(strategy, shape):
@@ -73,6 +74,7 @@ def test_integers_sum_exactly_and_floats_within_the_rounding_bound(strategy, sha
         assert (np.abs(total["real"][name] - x.astype(np.float64).sum(0)) <= bound).all()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 4, 1), *mark_slow((2, 3, 2), (3, 3, 1)), (4, 4, 1)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_payload_is_rounded_and_identical_on_all_replicas(strategy, shape):
@@ -101,6 +103,7 @@ def test_one_device_returns_the_tree_unchanged(strategy):
     jax.tree.map(np.testing.assert_array_equal, total, jax.tree.map(lambda x: x[0], tree))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("bucket_bytes", [0, 4, 100, 4000])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_bucket_size_gives_the_same_sum(strategy, bucket_bytes):
@@ -128,6 +131,7 @@ def test_float64_sums_stay_float64(strategy):
     np.testing.assert_allclose(total, x.sum(0), rtol=0, atol=1e-14)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("payload", PAYLOADS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nan_and_infinity_stay_in_their_elements(strategy, payload):
@@ -137,6 +141,7 @@ def test_nan_and_infinity_stay_in_their_elements(strategy, payload):
     np.testing.assert_array_equal(total, x.sum(0))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", [*mark_slow((2, 5, 1), (4, 4, 1)), (3, 4, 1)])
 @pytest.mark.parametrize("strategy", RINGS)
 def test_loops_give_the_same_bits_as_unrolled_hops(strategy, shape, monkeypatch):

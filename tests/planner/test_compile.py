@@ -78,6 +78,7 @@ def test_equal_collectives_are_reported_together_and_memory_with_its_limit():
     assert texts[-1] == "4 x all-reduce of 1.0 to 4.0 KiB over groups of 8, synchronous"
 
 
+@pytest.mark.heavy
 def test_a_missing_compiler_is_reported_in_one_row(monkeypatch):
     monkeypatch.setattr(described_devices, "_is_installed", lambda name: False)
     rows, values = questions.plan_on_pod(SMALL, named_pod("v3:2x2"), Options())
@@ -171,6 +172,7 @@ def test_a_recipe_whose_counts_come_from_its_data_is_not_cacheable():
 COMMAND = ["-m", "podscale", "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--no-compile", "--json"]
 
 
+@pytest.mark.heavy
 def test_a_cached_answer_needs_no_jax(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     first = subprocess.run([sys.executable, *COMMAND], env=environment, capture_output=True, check=True)

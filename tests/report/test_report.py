@@ -562,6 +562,7 @@ def test_axe_finds_no_serious_violation(browser, axe, finished, pair, tmp_path, 
             assert not [violation for violation in result if violation[0] in ("serious", "critical")], result
 
 
+@pytest.mark.heavy
 @needs_browser
 def test_axe_does_find_violations(browser, axe, tmp_path):
     (tmp_path / "poor.html").write_text(

@@ -164,6 +164,7 @@ def finished_study(tmp_path_factory):
     return study, pod, folder, result
 
 
+@pytest.mark.heavy
 def test_means_and_deviations_match_the_runs(finished_study):
     study, _, folder, result = finished_study
     assert [case["count"] for case in result["cases"]] == [2, 2]
@@ -179,6 +180,7 @@ def test_means_and_deviations_match_the_runs(finished_study):
     assert results.describe_failures(result) == ""
 
 
+@pytest.mark.heavy
 def test_finished_trainings_are_not_repeated(finished_study):
     study, pod, folder, result = finished_study
     before = {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("summary.json")}
@@ -189,6 +191,7 @@ def test_finished_trainings_are_not_repeated(finished_study):
     assert {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("summary.json")} == before
 
 
+@pytest.mark.heavy
 def test_a_training_claimed_by_another_process_is_left_to_it_and_waited_for(finished_study, monkeypatch):
     study, pod, folder, result = finished_study
     monkeypatch.setattr(run_module, "POLL_S", 0.01)
@@ -212,6 +215,7 @@ def test_a_training_claimed_by_another_process_is_left_to_it_and_waited_for(fini
     assert study.cases[0].name + ", seed 3" in log.read_text()
 
 
+@pytest.mark.heavy
 def test_a_table_that_cannot_be_written_is_reported_in_one_sentence(finished_study, monkeypatch):
     study, pod, folder, _ = finished_study
 
@@ -232,6 +236,7 @@ def wait_until(condition, seconds=30):
         time.sleep(0.01)
 
 
+@pytest.mark.heavy
 def test_a_stopped_run_does_not_count_as_finished(finished_study, tmp_path):
     study, _, folder, _ = finished_study
     recipe = study.cases[0].with_seed(3)
@@ -245,6 +250,7 @@ def test_a_stopped_run_does_not_count_as_finished(finished_study, tmp_path):
     assert run_module.read_finished_summary(tmp_path / "nothing") is None
 
 
+@pytest.mark.heavy
 def test_the_plot_has_a_point_and_an_error_bar_for_every_case(finished_study):
     study, _, folder, _ = finished_study
     plot = ElementTree.parse(folder / "runs" / "study.svg").getroot()
@@ -255,6 +261,7 @@ def test_the_plot_has_a_point_and_an_error_bar_for_every_case(finished_study):
     assert {"tiny", "accuracy, %", "batch.size", "64", "128"} <= set(message)
 
 
+@pytest.mark.heavy
 def test_a_failed_training_does_not_affect_the_others(write_study, tmp_path):
     text = 'recipe = "digits"\n[set]\ntrain.epochs = 1\nmodel.width = 8\n'
     cases = '[[case]]\nname = "none"\nset.data.source = "npz"\nset.data.path = "no.npz"\n[[case]]\nname = "digits"\n'

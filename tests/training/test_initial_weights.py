@@ -164,6 +164,7 @@ def test_layers_that_cannot_be_frozen_are_refused(freeze, model, words):
         make_functional(model or build_network(), freeze)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("rule", "freeze"),
     [
@@ -225,6 +226,7 @@ def train_head_reference(recipe):
     return np.array(losses), head
 
 
+@pytest.mark.heavy
 def test_every_pod_learns_the_same_head_on_a_frozen_body_in_float64():
     with jax.enable_x64(True):
         recipe = make_short_recipe("float64", **{"model.freeze": ["body"]})
@@ -267,6 +269,7 @@ def train_from(folder, init, console=None, **changes):
     return loop.train(recipe, pod=pod, folder=folder, console=console or Console(quiet=True))
 
 
+@pytest.mark.heavy
 def test_a_run_starts_from_another_run_and_resumes_without_it(first, tmp_path, capsys):
     source, folder = tmp_path / "w.safetensors", tmp_path / "run"
     export_model(first, source)
@@ -298,6 +301,7 @@ def test_a_run_starts_from_another_run_and_resumes_without_it(first, tmp_path, c
             train_from(folder, source, **changes)
 
 
+@pytest.mark.heavy
 def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights_or_is_refused(first, tmp_path):
     source = tmp_path / "w.safetensors"
     arrays = write_trained_weights(source)
@@ -317,6 +321,7 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights
         loop.train(recipe, pod=pods.make_pod(jax.devices(), "1x1"), folder=folder, console=Console(quiet=True))
 
 
+@pytest.mark.heavy
 def test_the_train_command_starts_from_a_runs_folder(first, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     command = ["train", "digits", "--model.width", "8", "--run", "run", "--init"]

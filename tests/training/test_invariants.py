@@ -128,6 +128,7 @@ def assert_close(tree, reference, tolerance):
 QUICK_IN_FLOAT32 = [("1x1", 1, 1, "xla"), ("2x2", 1, 1, "torus"), ("1x2", 1, 1, "xla")]  # float64 has them all
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shape", "micro_batches", "steps_per_call", "summation"),
     [pytest.param(*pod, marks=[] if pod in QUICK_IN_FLOAT32 else [pytest.mark.slow]) for pod in PODS],
@@ -139,6 +140,7 @@ def test_every_pod_has_the_same_loss_curve_in_float32(
     np.testing.assert_allclose(losses, reference_float32[0], rtol=1e-4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("shape", "micro_batches", "steps_per_call", "summation"), PODS)
 def test_every_pod_agrees_to_the_last_digits_in_float64(
     reference_float64, shape, micro_batches, steps_per_call, summation
@@ -152,6 +154,7 @@ def test_every_pod_agrees_to_the_last_digits_in_float64(
             assert_close(ours, theirs, 1e-9)
 
 
+@pytest.mark.heavy
 def test_twenty_steps_change_the_weights_enough_to_make_agreement_meaningful(reference_float32):
     _, start, _ = make_functional(
         registry.build_model(make_small_recipe().model, 10, 8, make_small_recipe().train.seed)
@@ -162,12 +165,14 @@ def test_twenty_steps_change_the_weights_enough_to_make_agreement_meaningful(ref
             assert jnp.linalg.norm((moved - first).ravel()) > 0.1 * jnp.linalg.norm(first.ravel())
 
 
+@pytest.mark.heavy
 def test_a_bfloat16_payload_is_close_but_not_identical(reference_float32):
     losses, _ = train_on_pod(make_small_recipe(), "2x2", summation="torus", payload="bfloat16")
     np.testing.assert_allclose(losses, reference_float32[0], rtol=2e-2)
     assert np.abs(losses / reference_float32[0] - 1).max() > 1e-6
 
 
+@pytest.mark.heavy
 def test_replicas_hold_the_same_bits_after_training():
     setup = prepare(
         make_small_recipe(), pod.make_pod(jax.devices(), "2x2"), Options(summation="torus", payload="bfloat16")
@@ -184,6 +189,7 @@ def test_replicas_hold_the_same_bits_after_training():
         assert all(other == first for other in others)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", ["1x1", "1x2", "2x2", "2x4", "3x3", "4x4"])
 def test_every_evaluation_example_counts_once_on_every_pod(shape):
     """360 examples over device counts that do and do not divide them; all counts are whole numbers."""

@@ -63,6 +63,7 @@ def assert_identical(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.heavy
 def test_a_run_learns_and_writes_its_folder(undisturbed, recipe):
     folder, summary = undisturbed
     names = {path.name for path in folder.iterdir()}
@@ -79,6 +80,7 @@ def test_a_run_learns_and_writes_its_folder(undisturbed, recipe):
     assert summary["train_s"] + summary["compile_s"] <= sum(parts.values())
 
 
+@pytest.mark.heavy
 def test_tensorboard_shows_the_same_curve(undisturbed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -89,6 +91,7 @@ def test_tensorboard_shows_the_same_curve(undisturbed):
     np.testing.assert_allclose(scalars, expected, rtol=1e-6)
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_is_bit_identical(undisturbed, recipe, tmp_path):
     stopped = loop.train(recipe, pod=make_torus(), folder=tmp_path, until=StopCondition("accuracy", 0.0), console=QUIET)
     assert (stopped["steps"], stopped["reached"]) == (12, True)
@@ -97,6 +100,7 @@ def test_a_resumed_run_is_bit_identical(undisturbed, recipe, tmp_path):
     assert read_losses(tmp_path) == read_losses(undisturbed[0])
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_another_pod_resumes_a_run(undisturbed, recipe, tmp_path):
     loop.train(recipe, pod=make_torus("2x4"), folder=tmp_path, until=StopCondition("accuracy", 0.0), console=QUIET)
@@ -107,6 +111,7 @@ def test_another_pod_resumes_a_run(undisturbed, recipe, tmp_path):
     np.testing.assert_allclose(read_losses(tmp_path), read_losses(undisturbed[0]), rtol=2e-3)
 
 
+@pytest.mark.heavy
 def test_a_finished_run_is_not_trained_again(undisturbed, recipe):
     before = (undisturbed[0] / "metrics.jsonl").read_bytes()
     again = loop.train(recipe, pod=make_torus(), folder=undisturbed[0], console=QUIET)
@@ -114,6 +119,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed, recipe):
     assert (undisturbed[0] / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.heavy
 def test_a_checkpoint_of_another_model_is_refused_by_the_first_array_that_differs(undisturbed, recipe):
     wider = prepare(recipes.override_recipe(recipe, {"model.width": 16}), make_torus()).state
     with (
@@ -123,6 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_first_array_that_differ
         checkpoints.restore(checkpoints.newest(), wider)
 
 
+@pytest.mark.heavy
 def test_a_run_does_not_resume_on_other_data(undisturbed, recipe):
     plan = json.loads((undisturbed[0] / "plan.json").read_text())
     with pytest.raises(UserError, match=r"other data \(train 1437, now 1400\)"):
@@ -131,12 +138,14 @@ def test_a_run_does_not_resume_on_other_data(undisturbed, recipe):
         Run.create(undisturbed[0], recipe, plan, tuple("abcdefghij"))
 
 
+@pytest.mark.heavy
 def test_the_path_of_the_data_may_change(undisturbed, recipe):
     moved = recipes.override_recipe(recipe, {"data.path": "elsewhere"})
     again = loop.train(moved, pod=make_torus(), folder=undisturbed[0], console=QUIET)
     assert again["steps"] == undisturbed[1]["steps"]
 
 
+@pytest.mark.heavy
 def test_a_target_that_was_already_reached_needs_no_training(recipe, tmp_path):
     for _ in range(2):
         summary = loop.train(
@@ -145,6 +154,7 @@ def test_a_target_that_was_already_reached_needs_no_training(recipe, tmp_path):
         assert (summary["steps"], summary["reached"]) == (12, True)
 
 
+@pytest.mark.heavy
 def test_the_newest_and_the_best_checkpoints_are_kept(undisturbed):
     folder, _ = undisturbed
     scores = {m["step"]: m["accuracy"] for m in Run.load(folder).metrics() if m["event"] == "eval"}
@@ -173,6 +183,7 @@ def test_resume_after_sigkill_is_bit_identical(tmp_path):
     assert_identical(read_state(tmp_path / "killed", "1x2"), read_state(tmp_path / "whole", "1x2"))
 
 
+@pytest.mark.heavy
 def test_a_target_that_is_never_reached_is_reported(recipe, tmp_path):
     short = recipes.override_recipe(recipe, {"train.epochs": 0.2})
     summary = loop.train(
@@ -181,6 +192,7 @@ def test_a_target_that_is_never_reached_is_reported(recipe, tmp_path):
     assert (summary["reached"], summary["reached_s"]) == (False, None)
 
 
+@pytest.mark.heavy
 def test_a_target_counts_time_with_and_without_compilation(recipe, tmp_path):
     short = recipes.override_recipe(recipe, {"train.epochs": 0.2})
     summary = loop.train(
@@ -208,6 +220,7 @@ class OwnModel(nnx.Module):
         return self.head(nnx.relu(self.norm(self.conv(images))).mean((1, 2)))
 
 
+@pytest.mark.heavy
 def test_a_users_model_trains_the_same_on_any_pod(recipe, tmp_path):
     short = recipes.override_recipe(recipe, {"train.epochs": 1, "augment.erase": 0.0})
     curves = []

@@ -30,6 +30,7 @@ class Net(nnx.Module):
         return apply[self.wrap](self.conv, images).mean((1, 2))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("wrap", ["jit", "remat"])
 def test_operations_inside_called_functions_count(wrap):
     recipe = recipes.load_recipe("digits")
@@ -80,6 +81,7 @@ def test_bfloat16_halves_the_activations():
     assert jnp.allclose(wide / narrow, 2.0, rtol=0.05)
 
 
+@pytest.mark.heavy
 def test_a_full_device_memory_is_reported_in_one_sentence(tmp_path):
     def allocate_too_much(event):
         if event.kind == "train":

@@ -168,6 +168,7 @@ def test_an_empty_trace_is_reported_in_one_sentence():
         trace.summarize_events([])
 
 
+@pytest.mark.heavy
 def test_a_profiled_benchmark_returns_the_budget():
     recipe = load_recipe("digits").override({"model.width": 8})
     result = step.measure_step(
@@ -181,6 +182,7 @@ def test_a_profiled_benchmark_returns_the_budget():
     assert sum(row["s"] for row in budget["kinds"]) > 0.2 * budget["whole_s"]
 
 
+@pytest.mark.heavy
 def test_the_evaluation_step_is_timed_for_the_given_number_of_images():
     pod = pods.make_pod(jax.devices()[:2], "1x2")
     result = step.measure_evaluation(load_recipe("digits"), pod, Options(), images=24, repeats=2)

@@ -82,6 +82,7 @@ def compute_logits(tensors: dict[str, np.ndarray], images: np.ndarray, small: bo
     return x.mean((2, 3)) @ tensors["fc.weight"].T + tensors["fc.bias"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "stem", "size"),
     [("resnet8", "small", 9), ("resnet8", "conv7", 37), ("resnet18", "space_to_depth", 34), ("resnet50", "conv7", 33)],
@@ -100,6 +101,7 @@ def test_logits_match_the_numpy_reference_to_float64_rounding(name, stem, size):
 # --- exchange --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "stem"), [("resnet8", "small"), ("resnet50", "space_to_depth")])
 def test_export_and_import_give_the_same_logits(name, stem):
     first, second = build_model(name, stem=stem), build_model(name, stem=stem)

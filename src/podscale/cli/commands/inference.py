@@ -17,8 +17,8 @@ def run_eval(arguments: argparse.Namespace) -> Any:
     run = dataclasses.replace(run, recipe=recipes.override_recipe(run.recipe, collect_fields(arguments, SECTIONS)))
     result = inference.evaluate(run, read_pod(arguments), read_options(arguments), arguments.checkpoint)
     make_console(arguments).print(
-        f"{result['accuracy']:.2%} of {result['examples']:,} right (top 5: {result['accuracy_top5']:.2%}), "
-        f"loss {result['loss']:.4f}, checkpoint {result['checkpoint']}",
+        f"validation accuracy {result['accuracy']:.2%} ({result['examples']:,} images), "
+        f"top 5: {result['accuracy_top5']:.2%}, loss {result['loss']:.4f}, checkpoint {result['checkpoint']}",
         highlight=False,
     )
     return result
@@ -46,7 +46,7 @@ def run_export(arguments: argparse.Namespace) -> Any:
 
     run = inference.open_run(arguments.run)
     result = write.export_model(run, arguments.to, arguments.format, arguments.checkpoint)
-    accuracy = "not evaluated" if result["accuracy"] is None else f"{result['accuracy']:.2%} right"
+    accuracy = "not evaluated" if result["accuracy"] is None else f"accuracy {result['accuracy']:.2%}"
     text = f"{result['format']}, {result['bytes'] / 2**20:,.1f} MiB; checkpoint {result['checkpoint']}, {accuracy}"
     make_console(arguments).print(f"{result['file']}: {text}", highlight=False, markup=False)
     return result
