@@ -25,6 +25,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, it does not find `support` otherwise
 from support.disturbed import Training, wait_until
 
 PREEMPTED, DISK_MIB, BETWEEN_S = 75, 96, (60.0, 120.0)
