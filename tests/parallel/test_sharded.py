@@ -64,9 +64,16 @@ def update_parts(recipe, mesh, params, gradients):
     return params, state, partitioner
 
 
+def pair_rules_with_pods():
+    """Pair every rule with one pod for `make test`, in turn, and with all others for `make test-slow`."""
+    for i, rule in enumerate(RULES):
+        for j, (shape, cores) in enumerate(PODS):
+            marks = () if i % len(PODS) == j else pytest.mark.slow
+            yield pytest.param(rule, shape, cores, marks=marks, id=f"{rule.get('form', rule['name'])}-{shape}-{cores}")
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize(("shape", "cores"), PODS)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("form", rule["name"]))
+@pytest.mark.parametrize(("rule", "shape", "cores"), pair_rules_with_pods())
 def test_every_rule_updates_parts_like_whole_arrays(rule, shape, cores):
     compare_updates(rule, shape, cores)
 
