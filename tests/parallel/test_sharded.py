@@ -73,7 +73,7 @@ def pair_rules_with_pods():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("rule", "shape", "cores"), pair_rules_with_pods())
+@pytest.mark.parametrize(("rule", "shape", "cores"), list(pair_rules_with_pods()))
 def test_every_rule_updates_parts_like_whole_arrays(rule, shape, cores):
     compare_updates(rule, shape, cores)
 
