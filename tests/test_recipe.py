@@ -282,6 +282,7 @@ def check_read_or_refused(make):
     assert all(math.isfinite(v) for s in recipe.to_dict().values() for v in s.values() if isinstance(v, float))
 
 
+@pytest.mark.heavy
 @settings(deadline=None, max_examples=300)
 @given(field=st.sampled_from(sorted(FIELDS)), value=VALUES)
 def test_any_value_is_read_or_refused(field, value):

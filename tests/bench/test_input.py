@@ -48,6 +48,7 @@ def measure(photos, *, changes=None, **settings):
     return input.measure_input(recipe, pod.find_pod(virtual="1x2"), images=24, **settings)
 
 
+@pytest.mark.heavy
 def test_every_stage_crop_and_cache_has_a_rate(photos):
     result = measure(photos, threads=2)
     assert (result["pictures"], result["threads"], result["image_size"]) == (24, 2, 32)
@@ -159,6 +160,7 @@ def test_the_verdict_is_one_sentence(result, feed, sentence):
     assert judged["feeds"] == (None if not feed else " can feed " in sentence)
 
 
+@pytest.mark.heavy
 def test_other_work_on_the_machine_is_reported(photos):
     result, text = measure(photos), io.StringIO()
     for share, reported in ((0.5, True), (0.99, False)):

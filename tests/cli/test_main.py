@@ -274,6 +274,7 @@ def test_a_run_killed_in_the_middle_of_a_line_resumes(trained, tmp_path):
 # --- mistakes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_another_recipe_is_refused_in_a_run_folder(trained):
     folder, _ = trained
     sentence = run_refused_unchanged(folder, "train", "digits", "--train.epochs", "3", "--run", "run")
@@ -479,6 +480,7 @@ def test_a_truncated_jpeg_is_named(photos, victim):
     assert read_contents(photos / "photos") == before
 
 
+@pytest.mark.heavy
 def test_a_truncated_header_is_named_before_anything_is_written(photos):
     path = photos / "photos" / "train" / "dark" / "3.jpg"
     path.write_bytes(path.read_bytes()[:100])

@@ -89,6 +89,7 @@ def test_an_image_does_not_use_the_tables_of_the_previous_one():
     assert [i for i, _ in rejected] == [1, 3]
 
 
+@pytest.mark.heavy
 def test_damaged_files_give_the_result_of_the_reference_implementation(monkeypatch):
     rng = np.random.default_rng(4)
     seeds = [draw_jpeg(rng, (120, 90)) for _ in range(25)]

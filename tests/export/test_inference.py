@@ -66,6 +66,7 @@ def test_missing_images_are_refused(tmp_path, monkeypatch, path, message):
         list_image_files(["-"], io.StringIO(""))
 
 
+@pytest.mark.heavy
 def test_many_images_are_predicted_in_order_and_as_each_alone(run, tmp_path, monkeypatch):
     """Three batches, the last one padded; one shape, so one compilation."""
     paths, predictors = [save_image(tmp_path / f"{i:03}.png", i) for i in range(130)], []
@@ -83,6 +84,7 @@ def test_many_images_are_predicted_in_order_and_as_each_alone(run, tmp_path, mon
         np.testing.assert_allclose(*probabilities, rtol=1e-5)
 
 
+@pytest.mark.heavy
 def test_unreadable_images_do_not_affect_the_others(run, tmp_path):
     for i in range(70):
         save_image(tmp_path / f"{i:03}.png", i)
@@ -98,6 +100,7 @@ def test_unreadable_images_do_not_affect_the_others(run, tmp_path):
         assert "error" in ours or ours == theirs
 
 
+@pytest.mark.heavy
 def test_the_predict_command_reports_results_then_unreadable_images(run, tmp_path):
     save_image(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"")
@@ -119,6 +122,7 @@ def test_the_predict_command_reports_results_then_unreadable_images(run, tmp_pat
     assert done.stderr.splitlines()[-1] == f"podscale: 2 of 3 images were left out; the first: {b['error']}"
 
 
+@pytest.mark.heavy
 def test_readable_images_are_shown_and_unreadable_ones_reported(run, tmp_path, capfd):
     good, bad = save_image(tmp_path / "[red].png"), tmp_path / "bad.png"
     bad.write_bytes(b"")

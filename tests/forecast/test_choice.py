@@ -96,6 +96,7 @@ def test_a_resumed_run_keeps_its_choice():
     assert choice.reuse_choice(Options(), here, None).summation == "auto"
 
 
+@pytest.mark.heavy
 def test_a_plan_lists_the_choice_and_the_times_of_all_strategies():
     recipe = recipes.load_recipe("resnet50-imagenet-32k")
     rows = dict(questions.plan_on_pod(recipe, named_pod("v3:32x32"), Options(), compiles=False).rows)

@@ -96,6 +96,7 @@ def load_states(folder, recipe):
 # --- the network -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_whitened_patches_are_uncorrelated_with_equal_variance(stripes):
     images = (stripes[1]["train_images"] / np.float32(255) - np.float32(0.5)) / np.float32(0.25)
     filters = cifarnet.compute_whitening_filters(images)

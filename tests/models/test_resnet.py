@@ -97,6 +97,7 @@ def test_parameters_have_the_usual_names():
     }
 
 
+@pytest.mark.heavy
 def test_kernels_are_initialized_he_normal_by_fan_out_and_the_head_small():
     model = registry.build_model(make_config(name="resnet18", width=32), 1000, 32)
     kernel = np.asarray(model.layers[-2].conv2.kernel[...])  # 3x3, 256 channels out
@@ -107,6 +108,7 @@ def test_kernels_are_initialized_he_normal_by_fan_out_and_the_head_small():
     assert not np.asarray(head.bias[...]).any()
 
 
+@pytest.mark.heavy
 def test_seed_determines_the_parameters_and_float64_starts_from_the_same_values():
     def kernels(**kwargs):
         config = make_config(precision=kwargs.pop("precision", "float32"))

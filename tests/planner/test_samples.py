@@ -20,6 +20,7 @@ from podscale.training.device_input import augment
 MIXED = {"augment.mixup": 0.3, "augment.erase": 0.5, "batch.size": 32, "batch.span": 8}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("step", [0, 50])
 @pytest.mark.parametrize("shape", ["1x1", "2x2"])
 def test_the_sheet_has_the_samples_of_the_training_batch(step, shape):

@@ -108,6 +108,7 @@ def make_reachable(folder):
     return ["unshare", "--uts", "--mount", "bash", "-c", script, "bash"]
 
 
+@pytest.mark.heavy
 @pytest.mark.processes(2)
 def test_a_launched_training_listens_on_loopback_stops_on_sigterm_and_resumes(tmp_path):
     """On a simulated pod: SIGTERM to the launcher, then the same command again."""

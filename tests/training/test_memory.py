@@ -55,6 +55,7 @@ def list_leaves(tree):
     return [leaf for child in tree.values() for leaf in list_leaves(child)] if isinstance(tree, dict) else [tree]
 
 
+@pytest.mark.heavy
 def test_resnet_50_fits_the_papers_pod_and_needs_micro_batches_on_a_smaller_one():
     recipe = recipes.load_recipe("resnet50-imagenet-32k")
     assert setup.plan_recipe(recipe, named_pod("v3:32x32"), Options()).micro_batches == 1

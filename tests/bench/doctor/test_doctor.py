@@ -20,6 +20,7 @@ def result(tmp_path_factory):
     return result
 
 
+@pytest.mark.heavy
 def test_every_part_is_measured(result):
     assert result["devices"]["count"] == 4
     assert set(result["links"]) == {"rows", "columns"}

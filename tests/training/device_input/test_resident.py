@@ -76,6 +76,7 @@ def train(recipe, shape, **options):
     return np.concatenate(history, axis=1), jax.device_get(state), evaluate.Evaluator(setup)(state)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shape", "options"),
     [pytest.param("1x1", {}, marks=pytest.mark.slow), ("2x2", {"steps_per_call": 2, "summation": "torus"})],
@@ -91,6 +92,7 @@ def test_training_with_resident_images_is_bit_identical(shape, options):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.heavy
 def test_resident_input_is_small_and_recorded_in_the_plan(tmp_path):
     options = Options(cache="device")
     summary = loop.train(

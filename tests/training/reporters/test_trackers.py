@@ -139,6 +139,7 @@ def train(tmp_path):
     return functools.partial(podscale.train, recipe, pod=pod, folder=tmp_path / "run", console=console)
 
 
+@pytest.mark.heavy
 def test_a_callback_that_raises_ends_the_run_after_its_report_is_written_and_the_run_resumes(train, tmp_path):
     def fail(event):
         if event.kind == "train" and event.step == 14:
@@ -154,6 +155,7 @@ def test_a_callback_that_raises_ends_the_run_after_its_report_is_written_and_the
     assert callback.events[0].step == 12
 
 
+@pytest.mark.heavy
 def test_callbacks_and_trackers_get_every_event_and_callbacks_may_stop_the_run(train, tmp_path, monkeypatch):
     tracker, callback = Recorder(), Recorder(stop_after=23)
     monkeypatch.setitem(trackers.TRACKERS, "notes", lambda _: tracker)
