@@ -60,7 +60,6 @@ def check_replicas(tree):
 UNEVEN = [(1,), (), (7,), (1000,), (3, 5)]
 
 
-@pytest.mark.heavy
 @pytest.mark.sample(16)
 @pytest.mark.parametrize("shape", SHAPES + CORES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -75,7 +74,6 @@ def test_integers_sum_exactly_and_floats_within_the_rounding_bound(strategy, sha
         assert (np.abs(total["real"][name] - x.astype(np.float64).sum(0)) <= bound).all()
 
 
-@pytest.mark.heavy
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 4, 1), *mark_slow((2, 3, 2), (3, 3, 1)), (4, 4, 1)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -105,7 +103,6 @@ def test_one_device_returns_the_tree_unchanged(strategy):
     jax.tree.map(np.testing.assert_array_equal, total, jax.tree.map(lambda x: x[0], tree))
 
 
-@pytest.mark.heavy
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("bucket_bytes", [0, 4, 100, 4000])
 @pytest.mark.parametrize("strategy", STRATEGIES)
