@@ -102,6 +102,8 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--until", metavar="accuracy=X", default="", help="stop at the first evaluation that reaches it")
     text = "resume a run although one of these differs: recipe, data, versions (of libraries); or several, by commas"
     train.add_argument("--allow-changed", metavar="WHAT", default="", help=text)
+    text = "start at step 0 if the run had checkpoints and none is left (default: end); one that is whole is resumed"
+    train.add_argument("--from-scratch", action="store_true", help=text)
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
     text = "report the run to wandb or mlflow, too, or both, by commas (TensorBoard's files are always written)"
     train.add_argument("--track", metavar="NAMES", default="", help=text)

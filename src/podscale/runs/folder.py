@@ -12,7 +12,8 @@
     left-out.json   batches that are skipped, if the run diverged
     undone/         checkpoints that the run rolled back behind then
     diverged/       diagnostics of a run for which that did not help
-    damaged/        checkpoints that failed verification, if any
+    damaged/        checkpoints that failed verification, if any; nothing in it is ever deleted
+    last-checkpoint.json  the step of a checkpoint that was completed: without any left, the run does not start at 0
     programs/       of a deterministic run on GPU: the compiled programs
 
 The same command on the same folder resumes. A folder never has two recipes.

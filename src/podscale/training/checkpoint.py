@@ -3,15 +3,19 @@
 A checkpoint is a flat table of named arrays (`params/layers/0/conv/kernel`, ...), the same whatever the pod, so that a
 run stopped on one pod resumes on another. The newest few are kept, and the one with the best accuracy.
 
-Orbax does not detect flipped bits, so the checksum of every array is saved with it and compared when it is restored.
+Orbax does not detect flipped bits, so the checksum of every array is saved with it and compared when it is restored; so
+is the step, because a checkpoint that was copied under another number would train other batches. Only what is proven
+damaged is moved aside (see `podscale.training.checkpoint_files`).
 """
 
 import errno
-import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,6 +28,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from podscale.errors import UserError
 from podscale.parallel import checksum
 from podscale.processes.group import is_main_process, run_on_main_process
+from podscale.training import checkpoint_files as files
 
 T = TypeVar("T")
 
@@ -42,7 +47,7 @@ class CheckpointNotSavedError(Exception):
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file it touches, and errors that we report
 DAMAGED = "damaged"
-METADATA_FILES = ("metrics/metrics", "_CHECKPOINT_METADATA")
+INVALID_METADATA = "its metadata is not valid JSON"
 DISK_REASONS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO))
 
 
@@ -59,15 +64,20 @@ class Checkpoints:
             keep: how many of the newest checkpoints to keep, besides the best.
             read_only: change nothing on disk; a damaged checkpoint raises instead of being moved aside.
             about: facts for people, written beside every checkpoint.
+
+        Raises:
+            UserError: the folder cannot be read or, unless it is only read, written.
         """
         self._about = about
+        self.moved = dict[int, Path]()  # damaged checkpoints that the main process moved aside, and where they are now
+        self._unrecorded: int | None = None  # the step of a checkpoint that may still be incomplete
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} should be a folder of checkpoints, but it is a file")
         if read_only:
-            for step in _find_unreadable_steps(folder):  # Orbax would not open the folder at all
-                raise DamagedCheckpointError(folder / str(step), "its notes cannot be read")
+            for step in files.retry_reading(partial(files.find_invalid_steps, folder), folder):
+                raise DamagedCheckpointError(folder / str(step), INVALID_METADATA)
         else:
-            run_on_main_process(lambda: _move_aside(folder, *_find_unreadable_steps(folder)))
+            run_on_main_process(lambda: self._prepare_folder(folder))
         best = policies.BestN(get_metric_fn=_get_accuracy, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(max(keep, 1)), best]),
@@ -79,6 +89,14 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             folder.absolute(), options=options, item_handlers=ocp.StandardCheckpointHandler()
         )
+
+    def _prepare_folder(self, folder: Path) -> None:
+        """Move checkpoints aside whose metadata is invalid, with which Orbax would not open the folder at all."""
+        files.check_writable(folder)
+        if steps := files.list_steps(folder):
+            files.write_record(folder, steps[-1])
+        for step in files.retry_reading(partial(files.find_invalid_steps, folder), folder):
+            self.moved[step] = files.move_aside(folder, step, DAMAGED)
 
     @property
     def _folder(self) -> Path:
@@ -117,12 +135,39 @@ class Checkpoints:
                 args=ocp.args.StandardSave(arrays),
                 metrics=metrics,
                 force=True,
-                custom_metadata={"digests": digests, "about": self._about},
+                custom_metadata={"step": step, "digests": digests, "about": self._about},
             )
+            self._unrecorded = step
 
         reasons = [reason for work in (self._manager.wait_until_finished, start) if (reason := self._attempt(work))]
         if reasons:
             raise CheckpointNotSavedError(reasons[-1])
+
+    def record_completed(self) -> None:
+        """Record that there is a checkpoint, once the one that was saved last is complete; cheap to call often."""
+        if self._unrecorded is None or not is_main_process():
+            return
+        with suppress(OSError):
+            if self.is_saved(self._unrecorded) and files.write_record(self._folder, self._unrecorded):
+                self._unrecorded = None
+
+    def check_nothing_lost(self) -> None:
+        """Refuse to start at step 0 if the run had checkpoints; all processes call this.
+
+        Raises:
+            UserError: it had, and all of them have turned out damaged.
+        """
+
+        def check() -> None:
+            if files.read_record(self._folder) is not None:
+                where = self._folder.with_name(DAMAGED)
+                raise files.make_lost_error(self._folder, f"none is whole, and what was damaged lies in {where}")
+
+        run_on_main_process(check)
+
+    def forget(self) -> None:
+        """Forget that there were checkpoints: the run starts at step 0 on purpose; all processes call this."""
+        run_on_main_process(lambda: files.remove_record(self._folder))
 
     def wait(self) -> None:
         """Wait until every saved checkpoint is on disk.
@@ -132,6 +177,7 @@ class Checkpoints:
         """
         if reason := self._attempt(self._manager.wait_until_finished):
             raise CheckpointNotSavedError(reason)
+        self.record_completed()
 
     def _attempt(self, work: Callable[[], Any]) -> str:
         """Do `work`. If the disk fails, remove what was partly written and return the reason; otherwise return ""."""
@@ -155,30 +201,57 @@ class Checkpoints:
         """Return the state saved at `step`, with the structure, types and shardings of `like`.
 
         Raises:
-            DamagedCheckpointError: the checkpoint is not whole.
-            UserError: it does not fit `like`.
+            DamagedCheckpointError: the checkpoint is not whole, or is that of another step.
+            UserError: it does not fit `like`, or cannot be read now.
         """
         target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _flatten(like))
         path = self._folder / str(step)
-        try:
-            self._check_fits(step, target)
-            arrays = self._manager.restore(step, args=ocp.args.StandardRestore(target))
-            expected = self._manager.metadata(step).custom_metadata["digests"]
-        except UserError:
-            raise
-        except Exception:  # Orbax does not document what it raises on damaged files
-            raise DamagedCheckpointError(path, "it cannot be read") from None
+        arrays, metadata = self._read(step, target)
+        saved_step, expected = metadata.get("step", step), metadata["digests"]  # older checkpoints do not have it
+        if saved_step != step:
+            raise DamagedCheckpointError(path, f"it was saved after step {saved_step}, not after step {step}")
         digests = np.asarray(checksum.checksum_arrays(list(arrays.values()))).tolist()
         for name, digest in zip(arrays, digests, strict=True):
             if expected.get(name) != digest:
                 raise DamagedCheckpointError(path, f"{name} is not what was saved")
         return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in _name_leaves(like)])
 
+    def _read(self, step: int, target: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return arrays and metadata of a checkpoint, whose bytes are all read first: that shows what can be read.
+
+        Several processes read together, so that none of them can try again alone once the library has started.
+        """
+        path = self._folder / str(step)
+        delays = list(files.RETRY_DELAYS_S) if jax.process_count() == 1 else []
+        while True:
+            files.retry_reading(partial(files.read_every_byte, path), path)
+            try:
+                self._check_fits(step, target)
+                arrays = self._manager.restore(step, args=ocp.args.StandardRestore(target))
+                metadata = self._manager.metadata(step).custom_metadata
+                if isinstance(metadata["digests"], dict):
+                    return arrays, metadata
+            except (UserError, MemoryError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as error:  # Orbax does not document what it raises on damaged files
+                if problem := files.find_read_problem(error):
+                    if not delays:
+                        raise files.UnreadableCheckpointError(path, problem) from None
+                    time.sleep(delays.pop(0))
+                    continue
+            files.retry_reading(partial(files.read_every_byte, path), path)
+            raise DamagedCheckpointError(path, "it cannot be read")
+
     def move_aside(self, step: int, name: str = DAMAGED) -> Path:
-        """Move a checkpoint to a folder that no run reads, and return its new path; all processes call this."""
-        run_on_main_process(lambda: _move_aside(self._folder, step, name=name))
+        """Move a checkpoint to a folder that no run reads; all processes call this.
+
+        Returns:
+            Its new path, in the main process; elsewhere the folder that it is in.
+        """
+        moved = [self._folder.with_name(name)]
+        run_on_main_process(lambda: moved.append(files.move_aside(self._folder, step, name)))
         self._manager.reload()
-        return _aside_path(self._folder, step, name)
+        return moved[-1]
 
     def _check_fits(self, step: int, target: dict[str, Any]) -> None:
         """Compare names and shapes first: Orbax fails in the middle of its threads, which then print to stderr."""
@@ -196,34 +269,7 @@ class Checkpoints:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for work in (self._manager.wait_until_finished, self._manager.close):
             self._attempt(work)  # callers that need to know whether it worked call `wait`
-
-
-def _find_unreadable_steps(folder: Path) -> list[int]:
-    """Return the steps whose metrics or metadata are not valid JSON."""
-
-    def is_readable(path: Path) -> bool:
-        try:
-            return bool(json.loads(path.read_bytes()))
-        except FileNotFoundError:
-            return True  # reported when it is needed
-        except (OSError, ValueError):
-            return False
-
-    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.exists() else []
-    return [step for step in steps if not all(is_readable(folder / str(step) / file) for file in METADATA_FILES)]
-
-
-def _move_aside(folder: Path, *steps: int, name: str = DAMAGED) -> None:
-    for step in steps:
-        target = _aside_path(folder, step, name)
-        target.parent.mkdir(exist_ok=True)
-        if target.exists():
-            shutil.rmtree(target)
-        (folder / str(step)).rename(target)
-
-
-def _aside_path(folder: Path, step: int, name: str) -> Path:
-    return folder.with_name(name) / str(step)
+        self.record_completed()
 
 
 def _get_accuracy(metrics: Any) -> float:

@@ -76,6 +76,8 @@ def handle_divergence(error: DivergenceError, setup: Setup, run: Run, checkpoint
     text = json.dumps({"batches": [*([gap.start, gap.stop - 1] for gap in skipped), [first, last]]})
     group.run_on_main_process(lambda: write_atomically(run.folder / SKIPPED_BATCHES, text))
     target = checkpoints.newest() or 0
+    if not target:
+        checkpoints.forget()
     return RolledBackError(f"{problem}; rolling back to step {target:,}, and skipping batches {first:,} to {last:,}")
 
 

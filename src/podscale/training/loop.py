@@ -41,7 +41,13 @@ from podscale.runs.folder import Run
 from podscale.runs.ledger import PhaseTimer
 from podscale.storage.files import write_atomically
 from podscale.storage.lock import FolderLock
-from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints, DamagedCheckpointError
+from podscale.training.checkpoint import (
+    INVALID_METADATA,
+    CheckpointNotSavedError,
+    Checkpoints,
+    DamagedCheckpointError,
+)
+from podscale.training.checkpoint_files import find_steps
 from podscale.training.compilation import compile_train_step
 from podscale.training.divergence import (
     RolledBackError,
@@ -84,6 +90,7 @@ def train(
     allow_changed: Collection[str] = (),
     callbacks: Sequence[Callback] = (),
     track: Collection[str] = (),
+    from_scratch: bool = False,
 ) -> dict[str, Any]:
     """Train a recipe, or resume its run, and return the summary.
 
@@ -100,6 +107,7 @@ def train(
         callbacks: called with every event (see `podscale.runs.events`); one that returns True at an evaluation stops
             the run.
         track: trackers besides TensorBoard, such as "wandb".
+        from_scratch: start at step 0 if the run had checkpoints and none of them is left; one that is whole is resumed.
 
     Returns:
         The summary that `summary.json` in the run's folder holds: steps, accuracy, times and more.
@@ -124,11 +132,11 @@ def train(
     folder = Path(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe, allow_changed)
     pod, console, rollbacks = pod or pods.find_pod(), console or Console(force_jupyter=False), 0
-    listeners = Listeners(callbacks, track)
+    listeners, permissions = Listeners(callbacks, track), Permissions(allow_changed, from_scratch)
     while True:
         try:
             with explain_out_of_memory():
-                return _run_session(recipe, pod, options, model, folder, until, console, allow_changed, listeners)
+                return _run_session(recipe, pod, options, model, folder, until, console, permissions, listeners)
         except ReplicaMismatchError as error:
             rollbacks += 1
             if rollbacks > MAX_ROLLBACKS:
@@ -145,6 +153,13 @@ class Listeners(NamedTuple):
     track: Collection[str]
 
 
+class Permissions(NamedTuple):
+    """What the user allows a run to do although it is resumed: see `train`."""
+
+    changes: Collection[str]
+    from_scratch: bool
+
+
 def _run_session(
     recipe: Recipe,
     pod: Pod,
@@ -153,7 +168,7 @@ def _run_session(
     folder: Path,
     until: StopCondition | None,
     console: Console,
-    allow_changed: Collection[str],
+    permissions: Permissions,
     listeners: Listeners,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to the end of the plan, or to a fault."""
@@ -164,20 +179,21 @@ def _run_session(
         with show_progress(console, "indexing") as progress:
             setup = prepare(recipe, pod, options, model, progress)
         setup = cache_images(setup, options)
-        from_scratch = not group.broadcast_int(Run(folder, recipe).has_checkpoints())  # the main process decides
-        setup, weights = initialize(setup) if from_scratch else (setup, None)
+        is_new = not _has_checkpoints(Run(folder, recipe), permissions)
+        setup, weights = initialize(setup) if is_new else (setup, None)
         facts, lock = describe_input(setup), FolderLock(folder)
-        run = _open_run(setup, weights, lock, facts, folder, allow_changed)
+        run = _open_run(setup, weights, lock, facts, folder, permissions.changes)
     plan = setup.plan
     console.print(make_table("plan", [*plan.rows(), *choice.format_rows(setup.choice), *_describe_decoding(facts)]))
     if weights:
         console.print(weights.describe(), highlight=False, markup=False)
     with lock, Checkpoints(run.checkpoints, count_checkpoints_to_keep(plan), about=facts) as checkpoints:
         with ledger.measure("restore"):
-            setup, start = _resume(setup, checkpoints, console, initialized=from_scratch)
+            setup, start = _resume(setup, checkpoints, console, permissions, initialized=is_new)
         reporter = Reporter(run, plan, ledger, console, start, until, _forecast_step(setup), *listeners)
-        if start == plan.steps or reporter.is_target_reached():
-            console.print(f"{run.folder} has already come to its end", highlight=False, markup=False)
+        if start >= plan.steps or reporter.is_target_reached():
+            excess = f": after step {start:,}, and the recipe has {plan.steps:,}" if start > plan.steps else ""
+            console.print(f"{run.folder} has already come to its end{excess}", highlight=False, markup=False)
             return reporter.load_past_summary()
         try:
             with StopRequest() as stop, heartbeat.fail_together(PreemptedError, ReplicaMismatchError, DivergenceError):
@@ -207,8 +223,7 @@ def _run_loop(
     with ledger.measure("compile"), reporter.console.status("compiling"):
         train_step, evaluate, stragglers = compile_train_step(setup, run), Evaluator(setup, run), StragglerMonitor()
     data = load_train_batches(setup, calls, read_skipped_batches(run.folder))
-    watchdog = Watchdog(plan.timeout_s, run.folder)
-    with data as batches, watchdog, stragglers:
+    with data as batches, Watchdog(plan.timeout_s, run.folder) as watchdog, stragglers:
         reporter.start()
         for number, call in enumerate(calls):
             watchdog.record_progress(call.start, "load, train")
@@ -219,6 +234,7 @@ def _run_loop(
                 state, metrics = train_step(state, batch.images, batch.labels, np.int32(batch.count))
                 reporter.record_call(call, metrics)
             stragglers.record_call(ledger.seconds["input wait"], metrics)
+            checkpoints.record_completed()
             reporter.report_stragglers(call.stop, stragglers.pop_new())
             stopping = stop.is_requested(number)
             saving = call.stop in save_steps or stopping
@@ -309,11 +325,30 @@ def _open_run(
     return Run(folder, setup.recipe)
 
 
-def _resume(setup: Setup, checkpoints: Checkpoints, console: Console, *, initialized: bool) -> tuple[Setup, int]:
+def _has_checkpoints(run: Run, permissions: Permissions) -> bool:
+    """Return whether there is a checkpoint, whole or not, as the main process sees it.
+
+    Raises:
+        UserError: the folder cannot be read, or there was a checkpoint and none is left.
+    """
+    steps: list[int] = []
+    find = partial(find_steps, run.checkpoints, allow_lost=permissions.from_scratch)
+    group.run_on_main_process(lambda: steps.extend(find()))
+    return bool(group.broadcast_int(len(steps)))
+
+
+def _resume(
+    setup: Setup, checkpoints: Checkpoints, console: Console, permissions: Permissions, *, initialized: bool
+) -> tuple[Setup, int]:
     """Return the setup with the state of the newest whole checkpoint, and the number of updates done.
 
     Without one, the run starts from scratch, at step 0; its state is then initialized unless it already is.
+
+    Raises:
+        UserError: all checkpoints are damaged, or the newest one cannot be read now.
     """
+    for step, aside in checkpoints.moved.items():
+        _warn(console, f"checkpoint {step} is damaged ({INVALID_METADATA}); it lies in {aside} now")
     while (newest := checkpoints.newest()) is not None:
         try:
             state, problem = restore_state(setup, partial(checkpoints.restore, newest)), ""
@@ -324,6 +359,9 @@ def _resume(setup: Setup, checkpoints: Checkpoints, console: Console, *, initial
             return setup._replace(state=state), newest
         aside = checkpoints.move_aside(newest)
         _warn(console, f"checkpoint {newest} is damaged ({problem}); it lies in {aside} now")
+    if not permissions.from_scratch:
+        checkpoints.check_nothing_lost()
+    checkpoints.forget()
     return (setup if initialized else initialize(setup)[0]), 0
 
 

@@ -25,6 +25,7 @@ def run_train(arguments: argparse.Namespace) -> Any:
         until=until,
         console=console,
         allow_changed=allow_changed,
+        from_scratch=arguments.from_scratch,
         track=[name.strip() for name in arguments.track.split(",") if name.strip()],
     )
     terminal.show_summary(summary, console)

@@ -1,0 +1,235 @@
+"""Checkpoints that cannot be read for a while, are lost, or are not what their name says: nothing is thrown away."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from podscale import pod
+from podscale import recipe as recipes
+from podscale.errors import UserError
+from podscale.runs.folder import Run
+from podscale.training import checkpoint, checkpoint_files, loop
+from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
+from podscale.training.checkpoint_files import UnreadableCheckpointError
+
+QUIET = Console(quiet=True)
+STEPS = (12, 23)
+UNREADABLE_FILE = "/proc/self/mem"  # its first byte cannot be read: EIO
+# Orbax leaves its event loops open if reading fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def sleeps(monkeypatch):
+    """Waits between attempts to read, which take no time here; a test may set `during` to what happens meanwhile."""
+    waits = SimpleNamespace(seconds=[], during=lambda: None)
+
+    def sleep(seconds):
+        waits.seconds.append(seconds)
+        waits.during()
+
+    for module in (checkpoint, checkpoint_files):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+    return waits
+
+
+def make_state(seed):
+    return {"w": jax.random.normal(jax.random.key(seed), (100, 300)), "n": jnp.int32(seed)}
+
+
+@pytest.fixture
+def checkpoint_folder(tmp_path):
+    """Checkpoints 1, 2 and 3 of a small state."""
+    with Checkpoints(tmp_path / "checkpoints", keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, make_state(step), accuracy=step / 10)
+    return tmp_path / "checkpoints"
+
+
+def restore(folder, step):
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        return checkpoints.restore(step, make_state(0))
+
+
+def make_unreadable(path):
+    """Put a file that gives input/output errors in the place of a file; return a function that undoes it."""
+    kept = path.with_name("kept")
+    path.rename(kept)
+    path.symlink_to(UNREADABLE_FILE)
+    return lambda: kept.replace(path) if kept.exists() else None
+
+
+def list_files(folder):
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+FILES = ("_CHECKPOINT_METADATA", "metrics/metrics", "default/_METADATA", "default/manifest.ocdbt")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_is_no_damage(checkpoint_folder, sleeps, name):
+    make_unreadable(checkpoint_folder / "3" / name)
+    with pytest.raises(UnreadableCheckpointError, match=rf"^cannot read .*3/{name}: Input/output error, also after 15"):
+        restore(checkpoint_folder, 3)
+    assert sleeps.seconds == list(checkpoint_files.RETRY_DELAYS_S)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(checkpoint_folder, sleeps, name):
+    sleeps.during = make_unreadable(checkpoint_folder / "3" / name)
+    np.testing.assert_array_equal(restore(checkpoint_folder, 3)["w"], make_state(3)["w"])
+    assert len(sleeps.seconds) == 1
+
+
+def test_a_folder_with_a_file_that_cannot_be_read_is_opened_for_training_only_once_it_can(checkpoint_folder):
+    """Here everything used to be moved to `damaged/`."""
+    undo = make_unreadable(checkpoint_folder / "3" / "metrics" / "metrics")
+    with pytest.raises(UserError, match="Input/output error"):
+        Checkpoints(checkpoint_folder)
+    assert not checkpoint_folder.with_name("damaged").exists()
+    undo()
+    with Checkpoints(checkpoint_folder) as checkpoints:
+        assert checkpoints.steps() == [1, 2, 3]
+
+
+def test_what_lies_in_damaged_is_never_replaced(checkpoint_folder):
+    with Checkpoints(checkpoint_folder) as checkpoints:
+        moved = checkpoints.move_aside(3)
+        shutil.copytree(checkpoint_folder / "2", checkpoint_folder / "3")
+        again = checkpoints.move_aside(3)
+    assert [moved, again] == [checkpoint_folder.with_name("damaged") / name for name in ("3", "3-2")]
+    assert moved.is_dir()
+    assert again.is_dir()
+
+
+def test_a_checkpoint_that_was_copied_under_another_step_is_refused(checkpoint_folder):
+    shutil.copytree(checkpoint_folder / "1", checkpoint_folder / "9")
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoints/9 is damaged: it was saved after step 1, not after"):
+        restore(checkpoint_folder, 9)
+
+
+def test_a_checkpoint_without_its_step_is_restored(checkpoint_folder):
+    """As they were written before the step was part of the metadata."""
+    path = checkpoint_folder / "3" / "_CHECKPOINT_METADATA"
+    metadata = json.loads(path.read_text())
+    assert metadata["custom_metadata"].pop("step") == 3
+    path.write_text(json.dumps(metadata))
+    np.testing.assert_array_equal(restore(checkpoint_folder, 3)["w"], make_state(3)["w"])
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    changes = {"model.width": 4, "train.epochs": 2, "train.eval_epochs": 1}
+    return recipes.override_recipe(recipes.load_recipe("digits"), changes)
+
+
+def train(recipe, folder, **more):
+    return loop.train(recipe, pod=pod.make_pod(jax.devices()[:1], "1x1"), folder=folder, **more)
+
+
+@pytest.fixture(scope="module")
+def trained(recipe, tmp_path_factory):
+    """A run with two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(recipe, folder, console=QUIET)
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == list(STEPS)
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def read_losses(folder):
+    return [m["loss"] for m in Run.load(folder).metrics() if m["event"] == "train"]
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_ends_and_moves_nothing(recipe, run, trained, capsys):
+    undo = [make_unreadable(run / "checkpoints" / str(step) / "default" / "manifest.ocdbt") for step in STEPS]
+    with pytest.raises(UserError, match="it may still be whole, so nothing was moved; make it readable"):
+        train(recipe, run, console=QUIET)
+    assert not (run / "damaged").exists()
+    for work in undo:
+        work()
+    assert list_files(run / "checkpoints") == list_files(trained / "checkpoints")
+    train(recipe, run, console=Console(width=300))
+    assert "resuming after step 23" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "dangling"])
+def test_a_run_whose_checkpoints_are_gone_starts_at_0_only_if_allowed(recipe, run, trained, how, capsys):
+    """As with a disk that is not mounted: no folder, an empty one, a link to nowhere."""
+    (run / "checkpoints").rename(run / "elsewhere")
+    if how == "empty":
+        (run / "checkpoints").mkdir()
+    elif how == "dangling":
+        (run / "checkpoints").symlink_to(run / "nowhere")
+    with pytest.raises(UserError, match=r"had a checkpoint of step 23, but in .*--from-scratch as well to start again"):
+        train(recipe, run, console=QUIET)
+    assert len(read_losses(run)) == 23  # as before
+    if how == "missing":
+        train(recipe, run, console=Console(width=300), from_scratch=True)
+        assert "resuming" not in capsys.readouterr().out
+        assert read_losses(run) == read_losses(trained)
+
+
+def test_a_run_finds_its_checkpoints_once_their_disk_is_back(recipe, run, sleeps, capsys):
+    (run / "checkpoints").rename(run / "elsewhere")
+    sleeps.during = lambda: (run / "elsewhere").rename(run / "checkpoints")
+    train(recipe, run, console=Console(width=300))
+    assert "resuming after step 23" in capsys.readouterr().out
+    assert len(sleeps.seconds) == 1
+
+
+def flip_bits(folder):
+    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_at_0_only_if_allowed(recipe, run, trained):
+    for step in STEPS:
+        flip_bits(run / "checkpoints" / str(step))
+    with pytest.raises(UserError, match=r"none is whole, and what was damaged lies in .*damaged; bring one back"):
+        train(recipe, run, console=QUIET)
+    with pytest.raises(UserError, match="--from-scratch"):
+        train(recipe, run, console=QUIET)
+    assert sorted(os.listdir(run / "damaged")) == ["12", "23"]
+    train(recipe, run, console=QUIET, from_scratch=True)
+    assert read_losses(run) == read_losses(trained)
+    assert sorted(os.listdir(run / "damaged")) == ["12", "23"]
+
+
+def test_a_checkpoint_with_broken_metadata_is_named_when_it_is_moved(recipe, run, trained, capsys):
+    (run / "checkpoints" / "23" / "_CHECKPOINT_METADATA").write_bytes(bytes(100))
+    shutil.copytree(run / "checkpoints" / "12", run / "checkpoints" / "20")
+    train(recipe, run, console=Console(width=300))
+    output = capsys.readouterr().out
+    aside = run / "damaged"
+    assert f"checkpoint 23 is damaged (its metadata is not valid JSON); it lies in {aside / '23'} now" in output
+    assert (
+        f"checkpoint 20 is damaged (it was saved after step 12, not after step 20); it lies in {aside / '20'}" in output
+    )
+    assert "resuming after step 12" in output
+    assert read_losses(run) == read_losses(trained)
+
+
+def test_a_run_with_more_steps_than_the_recipe_returns_its_summary(recipe, run, capsys):
+    shorter = recipes.override_recipe(recipe, {"train.epochs": 1})
+    summary = train(shorter, run, console=Console(width=300), allow_changed=["recipe"])
+    assert summary["steps"] == 23
+    assert "has already come to its end: after step 23, and the recipe has 12" in capsys.readouterr().out
