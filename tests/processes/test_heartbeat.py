@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 from support.processes import find_free_port
+
+from podscale.processes import heartbeat
 
 PROGRAM = """
 import json, sys, threading, time
@@ -79,3 +82,16 @@ def test_a_process_that_leaves_is_not_missed_and_a_silent_one_is():
     assert reason.startswith("process 1 on ")
     assert "is gone: no sign of life for" in reason
     assert reason.endswith("(process 1: the sum failed)")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:16258: Connection reset by peer"), True),
+        (heartbeat.CollectiveFailedError("cannot save together: the barrier timed out"), True),
+        (ValueError("operands could not be broadcast together"), False),
+        (KeyError("UNKNOWN: "), False),
+    ],
+)
+def test_errors_of_collectives_differ_from_other_errors(error, expected):
+    assert heartbeat._is_collective_failure(error) is expected

@@ -10,6 +10,7 @@ code.
 import atexit
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -33,7 +34,12 @@ LINGER_BEATS = 3  # for which the main process stays, so that all can read how i
 BARRIER_TIMEOUT_S = 3600.0  # for which a process waits for the others to reach the same point
 MAX_REASON_CHARS = 300  # of an error's text that the other processes get
 LEFT = "left"
+STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED|INTERNAL|FAILED_PRECONDITION): ")
 KeyMissingError = jax.errors.JaxRuntimeError  # a key is missing, or the process that keeps the keys is
+
+
+class CollectiveFailedError(Exception):
+    """Something that all processes do together failed in this one: another one may be gone."""
 
 
 class GroupExit(NamedTuple):
@@ -200,12 +206,23 @@ def fail_together(*shared: type[BaseException]) -> Iterator[None]:
 
 
 def _report_failure(monitor: PeerMonitor, error: BaseException) -> None:
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if _is_collective_failure(error):
         monitor.report_trouble(_get_first_line(error))
     elif isinstance(error, KeyboardInterrupt):
         monitor.request_exit(130, "interrupted")
     else:
         monitor.request_exit(*_make_exit(error))
+
+
+def _is_collective_failure(error: BaseException) -> bool:
+    """Return whether a process that is gone may be the cause.
+
+    What fails between processes, JAX raises as a JaxRuntimeError, but as a ValueError with the same text where a result
+    is read with NumPy, as `multihost_utils` and the checkpoint library do.
+    """
+    if isinstance(error, ValueError):
+        return STATUS.match(str(error)) is not None
+    return isinstance(error, jax.errors.JaxRuntimeError | CollectiveFailedError)
 
 
 def _make_exit(error: BaseException) -> GroupExit:
@@ -222,7 +239,7 @@ def agree_on_exit(error: BaseException) -> GroupExit | None:
     """Return how all processes end after an error that is not the user's; None: by this error itself, or alone."""
     if not _monitor:
         return None
-    group_exit = _monitor.await_exit(_get_first_line(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+    group_exit = _monitor.await_exit(_get_first_line(error)) if _is_collective_failure(error) else None
     if group_exit is None:
         from_error = _make_exit(error)
         group_exit = _monitor.request_exit(*from_error)

@@ -28,6 +28,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from podscale.errors import UserError
 from podscale.parallel import checksum
 from podscale.processes.group import is_main_process, run_on_main_process
+from podscale.processes.heartbeat import CollectiveFailedError
 from podscale.training import checkpoint_files as files
 
 T = TypeVar("T")
@@ -180,12 +181,18 @@ class Checkpoints:
         self.record_completed()
 
     def _attempt(self, work: Callable[[], Any]) -> str:
-        """Do `work`. If the disk fails, remove what was partly written and return the reason; otherwise return ""."""
+        """Do `work`. If the disk fails, remove what was partly written and return the reason; otherwise return "".
+
+        Raises:
+            CollectiveFailedError: it failed otherwise, and there are other processes, one of which may be gone.
+        """
         try:
             work()
             return ""
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Orbax does not document what it raises if a process dies
             reason = next((reason for reason in DISK_REASONS if reason.lower() in str(error).lower()), "")
+            if not reason and jax.process_count() > 1:
+                raise CollectiveFailedError(f"cannot save together: {error}") from error
             if not reason:
                 raise
         self._remove_partial_writes()
