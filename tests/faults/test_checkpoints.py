@@ -1,13 +1,14 @@
 """Faults on disk: flipped bits, missing and truncated files, a full disk, two trainings in one folder."""
 
 import itertools
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import jax
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from podscale import pod
 from podscale import recipe as recipes
+from podscale.cli import main
 from podscale.config.stop_condition import StopCondition
 from podscale.errors import UserError
 from podscale.parallel import checksum
@@ -194,6 +196,47 @@ def test_a_full_disk_keeps_saved_checkpoints_and_saving_continues_once_there_is_
     assert not list((small_disk / "checkpoints").glob("*tmp*"))
 
 
+def test_a_disk_that_fills_up_prints_nothing_but_what_is_reported(small_disk, capfd):
+    """The writes that are still under way when one fails used to print a traceback each."""
+    state = {str(i): jax.random.normal(jax.random.key(i), (50, 50)) for i in range(60)}
+    with Checkpoints(small_disk / "checkpoints") as checkpoints:
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 40_000))
+        for step in range(1, 6):
+            with suppress(CheckpointNotSavedError):
+                checkpoints.save(step, state)
+        with pytest.raises(CheckpointNotSavedError, match="No space left on device"):
+            checkpoints.wait()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_read_only_disk_is_not_reported_as_full(small_disk):
+    with Checkpoints(small_disk / "checkpoints") as checkpoints:
+        checkpoints.save(1, make_state(1))
+        checkpoints.wait()
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        with pytest.raises(CheckpointNotSavedError, match=r"^Read-only file system$"):
+            checkpoints.save(2, make_state(2))
+    with pytest.raises(UserError, match=r"^cannot write checkpoints to .*: Read-only file system; make it writable"):
+        Checkpoints(small_disk / "checkpoints")
+    restored = restore(small_disk / "checkpoints", 1)
+    np.testing.assert_array_equal(restored["w"], make_state(1)["w"])
+
+
+def test_a_run_that_ends_on_a_full_disk_prints_its_result(small_disk, capfd, monkeypatch):
+    run, filler = small_disk / "run", small_disk / "filler"
+    command = ["train", "digits", "--model.width", "8", "--train.eval_epochs", "1", "--run", str(run), "--json"]
+    assert main.main([*command, "--train.epochs", "1"]) == 0
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
+    capfd.readouterr()
+    fake_time = SimpleNamespace(monotonic=itertools.count(step=700).__next__, sleep=lambda _: None)
+    monkeypatch.setattr(loop, "time", fake_time)
+    assert main.main([*command, "--train.epochs", "2", "--allow-changed", "recipe"]) == 2
+    out, err = capfd.readouterr()
+    assert json.loads(out)["steps"] == 23
+    assert "could not take the last checkpoint in 2100 s: No space left on device; free space" in err
+    assert "Traceback" not in err
+
+
 def test_training_continues_while_the_disk_is_full(recipe, undisturbed, small_disk, capsys, monkeypatch):
     """From the second epoch on the disk is full. The end waits for space, and nothing is missing then."""
     run, filler = small_disk / "run", small_disk / "filler"
@@ -225,8 +268,9 @@ def test_waiting_for_a_full_disk_ends(monkeypatch, stop_requests, waited_s, expe
     reporter = SimpleNamespace(
         plan=SimpleNamespace(timeout_s=1800), run=SimpleNamespace(folder="run"), warn_on=lambda _: nullcontext()
     )
-    checkpoints = SimpleNamespace(wait=lambda: None, is_saved=lambda step: False, newest=lambda: 12)
-    message = rf"^run had no disk space for the last checkpoint in {waited_s} s; .* after step 12$"
+    problem = "No space left on device"
+    checkpoints = SimpleNamespace(wait=lambda: None, is_saved=lambda step: False, newest=lambda: 12, problem=problem)
+    message = rf"^run could not take the last checkpoint in {waited_s} s: No space left on device; .* after step 12$"
     with pytest.raises(UserError, match=message):
         loop._save_last(lambda: tries.append(1), 34, checkpoints, reporter, iter(stop_requests))
     assert len(tries) == expected_tries

@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,6 +47,14 @@ class CheckpointNotSavedError(Exception):
     """A checkpoint could not be written: the disk is full, gone or not writable."""
 
 
+class LastCheckpointNotSavedError(UserError):
+    """A run has come to its end, but its last state could not be written; `summary` is its result all the same."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step, self.summary = step, dict[str, Any]()
+
+
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file it touches, and errors that we report
 DAMAGED = "damaged"
 INVALID_METADATA = "its metadata is not valid JSON"
@@ -71,6 +80,7 @@ class Checkpoints:
         """
         self._about = about
         self.moved = dict[int, Path]()  # damaged checkpoints that the main process moved aside, and where they are now
+        self.problem = ""  # why a checkpoint could not be written the last time
         self._unrecorded: int | None = None  # the step of a checkpoint that may still be incomplete
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} should be a folder of checkpoints, but it is a file")
@@ -195,6 +205,7 @@ class Checkpoints:
                 raise CollectiveFailedError(f"cannot save together: {error}") from error
             if not reason:
                 raise
+        self.problem = reason
         self._remove_partial_writes()
         return reason
 
@@ -271,12 +282,29 @@ class Checkpoints:
                 )
 
     def __enter__(self) -> "Checkpoints":
+        self._previous_hook, sys.excepthook = sys.excepthook, _hide_late_writes(sys.excepthook)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for work in (self._manager.wait_until_finished, self._manager.close):
-            self._attempt(work)  # callers that need to know whether it worked call `wait`
-        self.record_completed()
+        try:
+            for work in (self._manager.wait_until_finished, self._manager.close):
+                self._attempt(work)  # callers that need to know whether it worked call `wait`
+            self.record_completed()
+        finally:
+            sys.excepthook = self._previous_hook
+
+
+def _hide_late_writes(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does not print the errors of writes that end after one of them has failed, on a full disk.
+
+    Orbax has closed its event loop by then. The failure itself is raised, and reported once.
+    """
+
+    def handle(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            hook(kind, error, trace)
+
+    return handle
 
 
 def _get_accuracy(metrics: Any) -> float:

@@ -5,7 +5,6 @@ updates, evaluates and saves.
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -46,6 +45,7 @@ from podscale.training.checkpoint import (
     CheckpointNotSavedError,
     Checkpoints,
     DamagedCheckpointError,
+    LastCheckpointNotSavedError,
 )
 from podscale.training.checkpoint_files import find_steps
 from podscale.training.compilation import compile_train_step
@@ -75,6 +75,8 @@ from podscale.training.setup import (
 )
 
 RETRY_S = 2.0  # between attempts to save the last state
+MAX_WAIT_S = 1800.0  # for disk space at the end, where plan.timeout_s is 0
+SHARED_ERRORS = (PreemptedError, ReplicaMismatchError, DivergenceError, LastCheckpointNotSavedError)
 MAX_ROLLBACKS = 3  # to the last checkpoint, after replicas differed
 
 
@@ -196,8 +198,11 @@ def _run_session(
             console.print(f"{run.folder} has already come to its end{excess}", highlight=False, markup=False)
             return reporter.load_past_summary()
         try:
-            with StopRequest() as stop, heartbeat.fail_together(PreemptedError, ReplicaMismatchError, DivergenceError):
+            with StopRequest() as stop, heartbeat.fail_together(*SHARED_ERRORS):
                 return _run_loop(start, setup, checkpoints, reporter, stop)
+        except LastCheckpointNotSavedError as error:
+            error.summary |= reporter.write_summary(error.step)
+            raise
         except DivergenceError as error:
             raise handle_divergence(error, setup, run, checkpoints) from None
         finally:
@@ -276,8 +281,11 @@ def _save_last(
     """Return once the state after the last step is on disk.
 
     Waits for a full disk, as long as for a stuck run (`plan.timeout_s`), or until the run is asked to stop.
+
+    Raises:
+        LastCheckpointNotSavedError: in all processes; it never got there.
     """
-    limit_s = reporter.plan.timeout_s or math.inf
+    limit_s = reporter.plan.timeout_s or MAX_WAIT_S
     start_s = time.monotonic()
     while True:
         with reporter.warn_on(CheckpointNotSavedError):
@@ -287,9 +295,12 @@ def _save_last(
         if status > 1:
             return
         if status or next(stop_requests):
-            raise UserError(
-                f"{reporter.run.folder} had no disk space for the last checkpoint in {waited_s:.0f} s; free some and "
-                f"give the same command again: it goes on after step {checkpoints.newest() or 0}"
+            problem = checkpoints.problem or "it is not there"
+            raise LastCheckpointNotSavedError(
+                f"{reporter.run.folder} could not take the last checkpoint in {waited_s:.0f} s: {problem}; free space, "
+                "or make it writable, and give the same command again: it goes on after step "
+                f"{checkpoints.newest() or 0}",
+                step,
             )
         time.sleep(RETRY_S)
         with reporter.warn_on(CheckpointNotSavedError):

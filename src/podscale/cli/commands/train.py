@@ -14,20 +14,24 @@ def run_train(arguments: argparse.Namespace) -> Any:
     allow_changed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
     from podscale.report import terminal
     from podscale.training import loop
+    from podscale.training.checkpoint import LastCheckpointNotSavedError
 
     pod, options = read_pod(arguments), read_options(arguments)
     console = make_console(arguments)  # after the processes have joined: only the main process prints
-    summary = loop.train(
-        recipe,
-        pod=pod,
-        options=options,
-        folder=arguments.run,
-        until=until,
-        console=console,
-        allow_changed=allow_changed,
-        from_scratch=arguments.from_scratch,
-        track=[name.strip() for name in arguments.track.split(",") if name.strip()],
-    )
+    try:
+        summary = loop.train(
+            recipe,
+            pod=pod,
+            options=options,
+            folder=arguments.run,
+            until=until,
+            console=console,
+            allow_changed=allow_changed,
+            from_scratch=arguments.from_scratch,
+            track=[name.strip() for name in arguments.track.split(",") if name.strip()],
+        )
+    except LastCheckpointNotSavedError as error:
+        summary, arguments.problem = error.summary, str(error)
     terminal.show_summary(summary, console)
     return summary
 

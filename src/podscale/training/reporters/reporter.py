@@ -3,7 +3,9 @@
 Only the main process reports. Metrics are read from the devices one call late, so that reading never stalls them.
 """
 
+import errno
 import math
+import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ from podscale.training.reporters.background import Background
 from podscale.training.reporters.progress import Display, make_display
 from podscale.training.reporters.trackers import Tracker
 
+FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 WARN_AGAIN_S = 60.0  # after which a problem that lasts is reported again
 
 
@@ -166,8 +169,9 @@ class Reporter:
             now = time.monotonic()
             if now - self._warned_at.get(problem, -math.inf) > WARN_AGAIN_S:
                 self._warned_at[problem] = now
+                fault = "takes no more" if problem in FULL else "cannot be written"
                 self.console.print(
-                    f"warning: {self.run.folder} takes no more: {problem}; training goes on; what is saved stays whole",
+                    f"warning: {self.run.folder} {fault}: {problem}; training goes on; what is saved stays whole",
                     style="bold red",
                     markup=False,
                     highlight=False,
