@@ -144,7 +144,7 @@ def make_podscale_rows(task: Task, folder: Path) -> dict[str, Row]:
         print(f"the native decoder is left out: {decode.select_decoder()}")
         return {}
     images = [decode.decode_image(Path(path).read_bytes(), path) for path in task.paths]
-    tiled = [native.tile(Path(path).read_bytes(), decode.MAX_PIXELS) for path in task.paths]
+    tiled = [native.tile(Path(path).read_bytes(), decode.MAX_IMAGE_BYTES) for path in task.paths]
     growth = sum(map(len, tiled)) / sum(Path(path).stat().st_size for path in task.paths) - 1
     rows = {
         "podscale, files as they are": Row(make_file_cropper, task),
@@ -163,7 +163,7 @@ def make_podscale_rows(task: Task, folder: Path) -> dict[str, Row]:
         files = store_files(
             small_task,
             folder / str(side),
-            [native.tile(encode_jpeg(image), decode.MAX_PIXELS) for image in small_images],
+            [native.tile(encode_jpeg(image), decode.MAX_IMAGE_BYTES) for image in small_images],
         )
         rows[f"podscale, tiled files, q90 4:2:0, at most {side} px"] = Row(make_file_cropper, files, same=False)
         pixels = functools.partial(make_pixel_cropper, raw.paths)
@@ -221,7 +221,7 @@ def make_file_cropper() -> CropMethod:
     def crop_files(task: Task, out: np.ndarray) -> None:
         n = len(task.paths)
         sources = (task.paths, np.zeros(n, np.int64), np.full(n, -1, np.int64))
-        rejected = crop(*sources, task.boxes, task.flips, task.size, out, 1, decode.MAX_PIXELS)
+        rejected = crop(*sources, task.boxes, task.flips, task.size, out, 1, decode.MAX_IMAGE_BYTES)
         for i, _ in rejected:
             data = Path(task.paths[i]).read_bytes()
             decode.crop_image(data, task.boxes[i], bool(task.flips[i]), task.size, out[i], task.paths[i])

@@ -12,15 +12,15 @@ enum {
  * and filled by atomic exchange, without a lock that a fork could leave locked. */
 static _Atomic(Worker *) idle_workers[MAX_IDLE_WORKERS];
 
-static Worker *take_worker(int64_t max_pixels) {
+static Worker *take_worker(int64_t max_bytes) {
     for (int i = 0; i < MAX_IDLE_WORKERS; i++) {
         Worker *worker = atomic_exchange(&idle_workers[i], NULL);
         if (worker) {
-            set_max_pixels(worker, max_pixels);
+            set_max_bytes(worker, max_bytes);
             return worker;
         }
     }
-    return create_worker(max_pixels);
+    return create_worker(max_bytes);
 }
 
 static void return_worker(Worker *worker) {
@@ -34,7 +34,7 @@ static void return_worker(Worker *worker) {
 
 static void *run_tasks(void *argument) {
     Batch *batch = argument;
-    Worker *worker = take_worker(batch->max_pixels);
+    Worker *worker = take_worker(batch->max_bytes);
     size_t i;
     while ((i = atomic_fetch_add(&batch->next, 1)) < batch->count) {
         CropTask *task = &batch->tasks[i];

@@ -18,7 +18,7 @@ typedef struct {
 typedef struct {
     size_t count;
     CropTask *tasks;
-    int64_t max_pixels;
+    int64_t max_bytes;
     _Atomic size_t next; /* the first task that no thread has started */
 } Batch;
 

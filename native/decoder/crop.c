@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "jpeg.h"
+#include "limits.h"
 #include "pixels.h"
 
 enum { PROBE_BYTES = 4096 }; /* of a file, read first to detect its format */
@@ -11,7 +12,7 @@ enum { PROBE_BYTES = 4096 }; /* of a file, read first to detect its format */
 struct Worker {
     Canvas canvas;
     Decoder *decoder;
-    int64_t max_pixels;
+    int64_t max_bytes;
     uint8_t *file; /* bytes read from a file, each at its offset */
     size_t capacity;
     RowBuffer row_buffer;
@@ -42,8 +43,8 @@ static const char *crop_ppm(Worker *worker, const Range *range, const uint8_t *d
     size_t start = parse_ppm_header(data, range->length, &width, &height);
     if (!start)
         return "not an ordinary PPM";
-    if (width * height > worker->max_pixels)
-        return "too many pixels";
+    if (exceeds_memory(width, height, worker->max_bytes))
+        return "too much memory";
     if (range->length - start != 3 * (size_t)(width * height))
         return "more or fewer pixels than its header says";
     const char *failure = start_canvas(&worker->canvas, crop, (int)width, (int)height);
@@ -122,20 +123,20 @@ int crop_pixels(Worker *worker, const Source *source, int width, int height, con
 
 /* --- lifetime ----------------------------------------------------------------------------------------------------- */
 
-Worker *create_worker(int64_t max_pixels) {
+Worker *create_worker(int64_t max_bytes) {
     Worker *worker = calloc(1, sizeof *worker);
     if (worker && !(worker->decoder = create_decoder())) {
         free(worker);
         return NULL;
     }
     if (worker)
-        set_max_pixels(worker, max_pixels);
+        set_max_bytes(worker, max_bytes);
     return worker;
 }
 
-void set_max_pixels(Worker *worker, int64_t max_pixels) {
-    worker->max_pixels = max_pixels;
-    set_decoder_limit(worker->decoder, max_pixels);
+void set_max_bytes(Worker *worker, int64_t max_bytes) {
+    worker->max_bytes = max_bytes;
+    set_decoder_limit(worker->decoder, max_bytes);
 }
 
 size_t count_worker_bytes(const Worker *worker) {

@@ -13,9 +13,9 @@ enum { REASON_BYTES = 200 };
 
 typedef struct Worker Worker; /* one for each thread; its buffers are reused for the next image */
 
-Worker *create_worker(int64_t max_pixels); /* NULL if memory ran out */
+Worker *create_worker(int64_t max_bytes); /* NULL if memory ran out */
 void free_worker(Worker *worker);
-void set_max_pixels(Worker *worker, int64_t max_pixels);
+void set_max_bytes(Worker *worker, int64_t max_bytes);
 size_t count_worker_bytes(const Worker *worker); /* that it has allocated, about */
 
 /* Each returns 0; or -1, and the reason in at most REASON_BYTES with the final zero, and crop->out is undefined.

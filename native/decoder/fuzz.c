@@ -18,7 +18,7 @@
 #include "jpeg.h"
 #include "transcode.h"
 
-enum { MAX_BYTES = 1 << 20, MAX_PIXELS = 1 << 19, MAX_CROP_SIZE = 64, MAX_FILES = 256 };
+enum { MAX_BYTES = 1 << 20, MAX_DECODED_BYTES = 12 << 19, MAX_CROP_SIZE = 64, MAX_FILES = 256 };
 
 static uint64_t state = 88172645463325252u, checksum;
 static long succeeded, rejected;
@@ -104,7 +104,7 @@ static void crop_data(Worker *worker, const uint8_t *data, size_t length, int fi
 static void tile_data(const uint8_t *data, size_t length) {
     char reason[REASON_BYTES];
     Output output;
-    int status = tile_jpeg(data, length, MAX_PIXELS, &output, reason);
+    int status = tile_jpeg(data, length, MAX_DECODED_BYTES, &output, reason);
     count_result(status, output.bytes, output.length);
     free(output.bytes);
 }
@@ -115,7 +115,7 @@ static void decode_data(const uint8_t *data, size_t length) {
     Decoder *decoder = create_decoder();
     if (!decoder)
         exit(2);
-    set_decoder_limit(decoder, MAX_PIXELS);
+    set_decoder_limit(decoder, MAX_DECODED_BYTES);
     int status = decode_jpeg(decoder, data, length, &image, reason);
     count_result(status, status ? NULL : image.pixels, status ? 0 : 3 * (size_t)image.width * (size_t)image.height);
     if (status == 0)
@@ -172,7 +172,7 @@ int main(int argc, char **argv) {
             return 2;
     }
     FILE *temporary = tmpfile();
-    Worker *worker = create_worker(MAX_PIXELS);
+    Worker *worker = create_worker(MAX_DECODED_BYTES);
     if (!worker || !temporary)
         return 2;
     for (long rounds = atol(argv[1]); rounds > 0; rounds--) {

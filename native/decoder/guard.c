@@ -1,8 +1,7 @@
 #include "guard.h"
 
 #include "crop.h"
-
-enum { MAX_SCANS = 100 }; /* encoders write ten or so */
+#include "limits.h"
 
 _Noreturn void reject(Guard *guard, const char *reason) {
     snprintf(guard->reason, REASON_BYTES, "%s", reason);
@@ -46,9 +45,9 @@ static void skip_bytes(j_decompress_ptr jpeg, long count) {
     source->bytes_in_buffer -= step;
 }
 
-/* A small file can demand any number of passes over a large image. */
-static void on_progress(j_common_ptr jpeg) {
-    if (((j_decompress_ptr)jpeg)->input_scan_number > MAX_SCANS)
+static void on_progress(j_common_ptr common) {
+    j_decompress_ptr jpeg = (j_decompress_ptr)common;
+    if (exceeds_scans(jpeg->input_scan_number, jpeg->image_width, jpeg->image_height))
         reject(jpeg->client_data, "too many scans");
 }
 

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "guard.h"
+#include "limits.h"
 #include "tiles.h"
 
 enum {
@@ -19,7 +20,7 @@ enum {
 struct Decoder {
     Guard guard;
     struct jpeg_decompress_struct jpeg;
-    int64_t max_pixels;
+    int64_t max_bytes;
     Canvas *canvas;
     int left, top;  /* position in the image of what libjpeg decodes */
     uint8_t *lines; /* decoded RGBX */
@@ -101,8 +102,8 @@ static void read_header(Decoder *decoder, const uint8_t *data, size_t length) {
     set_input(guard, data, length);
     jpeg_save_markers(jpeg, JPEG_APP0 + 1, 0xFFFF);
     jpeg_read_header(jpeg, TRUE);
-    if ((int64_t)jpeg->image_width * jpeg->image_height > decoder->max_pixels)
-        reject(guard, "too many pixels");
+    if (exceeds_memory(jpeg->image_width, jpeg->image_height, decoder->max_bytes))
+        reject(guard, "too much memory");
     if (jpeg->data_precision != 8)
         reject(guard, "not 8 bits a channel");
     if (jpeg->num_components != 1 && jpeg->num_components != 3)
@@ -134,8 +135,8 @@ static int is_worthwhile(const Tiles *tiles, const Window *window, int bottom) {
 
 /* Rejects anything unusual, which is then decoded without tiles. */
 static void open_window(Decoder *decoder, const Tiles *tiles, const Crop *crop) {
-    if ((int64_t)tiles->width * tiles->height > decoder->max_pixels)
-        reject(&decoder->guard, "too many pixels");
+    if (exceeds_memory(tiles->width, tiles->height, decoder->max_bytes))
+        reject(&decoder->guard, "too much memory");
     start_crop(decoder, crop, tiles->width, tiles->height);
     const Pass *horizontal = &decoder->canvas->horizontal, *vertical = &decoder->canvas->vertical;
     Window window = compute_window(tiles, horizontal->from, vertical->from, horizontal->to, vertical->to);
@@ -313,8 +314,8 @@ Decoder *create_decoder(void) {
     return calloc(1, sizeof(Decoder));
 }
 
-void set_decoder_limit(Decoder *decoder, int64_t max_pixels) {
-    decoder->max_pixels = max_pixels;
+void set_decoder_limit(Decoder *decoder, int64_t max_bytes) {
+    decoder->max_bytes = max_bytes;
 }
 
 /* libjpeg frees its own memory after every image. */

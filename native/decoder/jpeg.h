@@ -11,7 +11,7 @@
 typedef struct Decoder Decoder;
 
 Decoder *create_decoder(void); /* NULL if memory ran out; call set_decoder_limit before use */
-void set_decoder_limit(Decoder *decoder, int64_t max_pixels);
+void set_decoder_limit(Decoder *decoder, int64_t max_bytes);
 size_t count_decoder_bytes(const Decoder *decoder);
 void free_decoder(Decoder *decoder);
 

@@ -122,8 +122,8 @@ static PyObject *list_failures(const CropTask *tasks, Py_ssize_t n) {
     return list;
 }
 
-static PyObject *crop_tasks(CropTask *tasks, Py_ssize_t n, int threads, int64_t max_pixels) {
-    Batch batch = {.count = (size_t)n, .tasks = tasks, .max_pixels = max_pixels};
+static PyObject *crop_tasks(CropTask *tasks, Py_ssize_t n, int threads, int64_t max_bytes) {
+    Batch batch = {.count = (size_t)n, .tasks = tasks, .max_bytes = max_bytes};
     Py_BEGIN_ALLOW_THREADS
     run_batch(&batch, threads);
     Py_END_ALLOW_THREADS
@@ -137,10 +137,10 @@ static PyObject *py_crop(PyObject *module, PyObject *args) {
     PyObject *sources, *result = NULL;
     Arguments arguments;
     Py_buffer lengths;
-    long long max_pixels;
+    long long max_bytes;
     if (!PyArg_ParseTuple(args, "O!y*y*y*y*iw*iL", &PyList_Type, &sources, &arguments.offsets, &lengths,
                           &arguments.boxes, &arguments.flips, &arguments.size, &arguments.out, &arguments.threads,
-                          &max_pixels))
+                          &max_bytes))
         return NULL;
     Py_ssize_t n = PyList_Size(sources);
     CropTask *tasks = calloc((size_t)n + 1, sizeof *tasks);
@@ -148,7 +148,7 @@ static PyObject *py_crop(PyObject *module, PyObject *args) {
     if (!tasks || !refs)
         PyErr_NoMemory();
     else if (fill_tasks(tasks, n, &arguments) == 0 && acquire_sources(sources, &lengths, refs, tasks) == 0)
-        result = crop_tasks(tasks, n, arguments.threads, max_pixels);
+        result = crop_tasks(tasks, n, arguments.threads, max_bytes);
     release_sources(refs, n);
     free(tasks);
     PyBuffer_Release(&lengths);
@@ -194,9 +194,9 @@ static PyObject *py_crop_pixels(PyObject *module, PyObject *args) {
 }
 
 /* Crops every image in turn, in one thread, into the same `out`. */
-static Stages time_tasks(CropTask *tasks, Py_ssize_t n, int64_t max_pixels, uint8_t *out) {
+static Stages time_tasks(CropTask *tasks, Py_ssize_t n, int64_t max_bytes, uint8_t *out) {
     Stages stages = {0, 0, 0, 0};
-    Worker *worker = out ? create_worker(max_pixels) : NULL;
+    Worker *worker = out ? create_worker(max_bytes) : NULL;
     for (Py_ssize_t i = 0; worker && i < n; i++) {
         tasks[i].crop.out = out;
         time_stages(worker, &tasks[i].source, &tasks[i].crop, &stages, tasks[i].reason);
@@ -211,9 +211,9 @@ static PyObject *py_time_stages(PyObject *module, PyObject *args) {
     PyObject *sources, *result = NULL;
     Arguments arguments = {.threads = 1};
     Py_buffer lengths;
-    long long max_pixels;
+    long long max_bytes;
     if (!PyArg_ParseTuple(args, "O!y*y*y*y*iL", &PyList_Type, &sources, &arguments.offsets, &lengths, &arguments.boxes,
-                          &arguments.flips, &arguments.size, &max_pixels))
+                          &arguments.flips, &arguments.size, &max_bytes))
         return NULL;
     Py_ssize_t n = PyList_Size(sources);
     CropTask *tasks = calloc((size_t)n + 1, sizeof *tasks);
@@ -225,7 +225,7 @@ static PyObject *py_time_stages(PyObject *module, PyObject *args) {
     else if (fill_tasks(tasks, n, &arguments) == 0 && acquire_sources(sources, &lengths, refs, tasks) == 0) {
         Stages totals;
         Py_BEGIN_ALLOW_THREADS
-        totals = time_tasks(tasks, n, max_pixels, out);
+        totals = time_tasks(tasks, n, max_bytes, out);
         Py_END_ALLOW_THREADS
         result = Py_BuildValue("(dddd)", totals.read, totals.entropy, totals.transform, totals.resize);
     }
@@ -240,14 +240,14 @@ static PyObject *py_time_stages(PyObject *module, PyObject *args) {
 static PyObject *py_tile(PyObject *module, PyObject *args) {
     (void)module;
     Py_buffer data;
-    long long max_pixels;
-    if (!PyArg_ParseTuple(args, "y*L", &data, &max_pixels))
+    long long max_bytes;
+    if (!PyArg_ParseTuple(args, "y*L", &data, &max_bytes))
         return NULL;
     Output output;
     char reason[REASON_BYTES];
     int status;
     Py_BEGIN_ALLOW_THREADS
-    status = tile_jpeg(data.buf, (size_t)data.len, max_pixels, &output, reason);
+    status = tile_jpeg(data.buf, (size_t)data.len, max_bytes, &output, reason);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
     if (status) {
@@ -264,8 +264,8 @@ static PyObject *py_tile(PyObject *module, PyObject *args) {
 static PyObject *py_decode(PyObject *module, PyObject *args) {
     (void)module;
     Py_buffer data;
-    long long max_pixels;
-    if (!PyArg_ParseTuple(args, "y*L", &data, &max_pixels))
+    long long max_bytes;
+    if (!PyArg_ParseTuple(args, "y*L", &data, &max_bytes))
         return NULL;
     DecodedImage image = {0, 0, NULL};
     char reason[REASON_BYTES] = "out of memory";
@@ -273,7 +273,7 @@ static PyObject *py_decode(PyObject *module, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     Decoder *decoder = create_decoder();
     if (decoder) {
-        set_decoder_limit(decoder, max_pixels);
+        set_decoder_limit(decoder, max_bytes);
         status = decode_jpeg(decoder, data.buf, (size_t)data.len, &image, reason);
         free_decoder(decoder);
     }
@@ -322,15 +322,15 @@ static PyObject *py_advise(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"crop", py_crop, METH_VARARGS,
-     "crop(sources, offsets, lengths, boxes, flips, size, out, threads, max_pixels) -> [(number, reason), ...]"},
+     "crop(sources, offsets, lengths, boxes, flips, size, out, threads, max_bytes) -> [(number, reason), ...]"},
     {"crop_pixels", py_crop_pixels, METH_VARARGS,
      "crop_pixels(source, offsets, sizes, boxes, flips, size, out, threads) -> [(number, reason), ...]"},
     {"time_stages", py_time_stages, METH_VARARGS,
-     "time_stages(sources, offsets, lengths, boxes, flips, size, max_pixels) -> "
+     "time_stages(sources, offsets, lengths, boxes, flips, size, max_bytes) -> "
      "(read_s, entropy_s, transform_s, resize_s)"},
-    {"decode", py_decode, METH_VARARGS, "decode(data, max_pixels) -> (width, height, pixels)"},
+    {"decode", py_decode, METH_VARARGS, "decode(data, max_bytes) -> (width, height, pixels)"},
     {"advise", py_advise, METH_VARARGS, "advise(sources, offsets, lengths)"},
-    {"tile", py_tile, METH_VARARGS, "tile(data, max_pixels) -> bytes"},
+    {"tile", py_tile, METH_VARARGS, "tile(data, max_bytes) -> bytes"},
     {NULL, NULL, 0, NULL},
 };
 

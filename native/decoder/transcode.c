@@ -6,6 +6,7 @@
 
 #include "crop.h"
 #include "guard.h"
+#include "limits.h"
 #include "tiles.h"
 
 enum {
@@ -77,7 +78,7 @@ static int choose_interval(const struct jpeg_decompress_struct *jpeg) {
     return best;
 }
 
-static void read_header(Transcoder *transcoder, const uint8_t *data, size_t length, int64_t max_pixels) {
+static void read_header(Transcoder *transcoder, const uint8_t *data, size_t length, int64_t max_bytes) {
     struct jpeg_decompress_struct *jpeg = &transcoder->from;
     create_decompressor(&transcoder->guard, jpeg);
     set_input(&transcoder->guard, data, length);
@@ -85,8 +86,8 @@ static void read_header(Transcoder *transcoder, const uint8_t *data, size_t leng
     for (int i = 0; i < 16; i++)
         jpeg_save_markers(jpeg, JPEG_APP0 + i, 0xFFFF);
     jpeg_read_header(jpeg, TRUE);
-    if ((int64_t)jpeg->image_width * jpeg->image_height > max_pixels)
-        reject(&transcoder->guard, "too many pixels");
+    if (exceeds_memory(jpeg->image_width, jpeg->image_height, max_bytes))
+        reject(&transcoder->guard, "too much memory");
     if (jpeg->data_precision != 8)
         reject(&transcoder->guard, "not 8 bits a channel");
     if (jpeg->arith_code)
@@ -116,10 +117,10 @@ static void write_jpeg(Transcoder *transcoder, jvirt_barray_ptr *coefficients) {
     jpeg_finish_compress(jpeg);
 }
 
-static int transcode(Transcoder *transcoder, const uint8_t *data, size_t length, int64_t max_pixels) {
+static int transcode(Transcoder *transcoder, const uint8_t *data, size_t length, int64_t max_bytes) {
     if (setjmp(transcoder->guard.escape))
         return -1;
-    read_header(transcoder, data, length, max_pixels);
+    read_header(transcoder, data, length, max_bytes);
     transcoder->to.err = &transcoder->guard.errors;
     transcoder->to.client_data = transcoder;
     jpeg_create_compress(&transcoder->to);
@@ -195,7 +196,7 @@ static int insert_table(const Output *jpeg, int interval, Output *output) {
     return status ? -1 : 0;
 }
 
-int tile_jpeg(const uint8_t *data, size_t length, int64_t max_pixels, Output *output, char *reason) {
+int tile_jpeg(const uint8_t *data, size_t length, int64_t max_bytes, Output *output, char *reason) {
     *output = (Output){0};
     Transcoder *transcoder = calloc(1, sizeof *transcoder);
     if (!transcoder) {
@@ -203,7 +204,7 @@ int tile_jpeg(const uint8_t *data, size_t length, int64_t max_pixels, Output *ou
         return -1;
     }
     transcoder->guard.reason = reason;
-    int status = transcode(transcoder, data, length, max_pixels);
+    int status = transcode(transcoder, data, length, max_bytes);
     if (status == 0 && insert_table(&transcoder->output, (int)transcoder->to.restart_interval, output)) {
         snprintf(reason, REASON_BYTES, "out of memory");
         free(output->bytes);

@@ -11,6 +11,6 @@ typedef struct {
 } Output;
 
 /* Returns like crop_image; after a failure the output is empty. */
-int tile_jpeg(const uint8_t *data, size_t length, int64_t max_pixels, Output *output, char *reason);
+int tile_jpeg(const uint8_t *data, size_t length, int64_t max_bytes, Output *output, char *reason);
 
 #endif

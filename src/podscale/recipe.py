@@ -44,9 +44,15 @@ class Data:
     eval_views: int = _field(
         1, "views that evaluation averages over: 1; 2: and mirrored; 6: both also moved by a pixel along the diagonal"
     )
+    max_image_mib: int = _field(1024, "memory that decoding one image may take, in MiB; larger ones count as bad")
     bad_share: float = _field(0.001, "share of a split's images that may turn out unreadable before the run stops")
     mean: tuple[float, ...] = _field((0.485, 0.456, 0.406), "per-channel mean of pixels in 0..1")
     std: tuple[float, ...] = _field((0.229, 0.224, 0.225), "per-channel standard deviation of pixels in 0..1")
+
+    @property
+    def max_image_bytes(self) -> int:
+        """Memory that decoding one image may take, in bytes."""
+        return self.max_image_mib * 2**20
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,10 @@ class Recipe:
 
     def digest(self) -> str:
         """Return eight hex digits that change with anything that changes what is learnt."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
+        sections = self.to_dict()
+        if self.data.max_image_mib == Data.max_image_mib:  # it is younger than folders that this digest names
+            del sections["data"]["max_image_mib"]
+        return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:8]
 
     def steps(self, samples: int, epochs: float | Fraction | None = None) -> int:
         """Return the number of updates: ceil(epochs * samples / batch).

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -195,10 +196,10 @@ def test_other_formats_and_empty_files_are_refused(photo):
 
 @pytest.mark.parametrize("size", [(2**20, 2**20), (2**14 + 1, 2**14)])
 def test_a_header_of_too_many_pixels_is_refused_before_they_are_allocated(size):
-    claim = f"its header says {size[0]}x{size[1]} pixels, more than 268435456"
-    assert claim in get_refusal(make_png(8, 2, make_noise(1, 1, 3), size=size))
+    claim = rf"its {size[0]}x{size[1]} pixels take \d+ MiB to decode, more than the 1024 of data.max_image_mib"
+    assert re.search(claim, get_refusal(make_png(8, 2, make_noise(1, 1, 3), size=size)))
     canvas = b"".join((side - 1).to_bytes(3, "little") for side in size)
-    assert claim in get_refusal(b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + canvas)
+    assert re.search(claim, get_refusal(b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + canvas))
 
 
 def test_a_header_of_no_pixels_is_refused():
@@ -208,7 +209,7 @@ def test_a_header_of_no_pixels_is_refused():
 def test_the_largest_jpeg_header_is_refused(photo):
     data = encode(Image.fromarray(photo), "JPEG")
     at = data.index(b"\xff\xc0") + 5
-    assert "65535x65535 pixels, more than 268435456" in get_refusal(data[:at] + b"\xff" * 4 + data[at + 4 :])
+    assert "its 65535x65535 pixels take 49151 MiB to decode" in get_refusal(data[:at] + b"\xff" * 4 + data[at + 4 :])
 
 
 def test_random_damage_gives_pixels_or_a_user_error():

@@ -37,6 +37,7 @@ import numpy as np
 from PIL import Image
 from support import writers
 from support.damage import assert_refused_or_within
+from support.jpegs import make_many_scans
 
 from podscale import recipe as recipes
 from podscale.data import decode
@@ -145,7 +146,7 @@ def _check_folder(data: bytes) -> None:
 def _make_images() -> list[bytes]:
     images = [writers.make_image(seed, extension) for seed in range(4) for extension in ("jpg", "png", "webp")]
     images += [writers.make_rotated_image(9), writers.make_image(5, quality=30, progressive=True)]
-    images += [b"P6 3 2 255\n" + bytes(range(18))]
+    images += [b"P6 3 2 255\n" + bytes(range(18)), make_many_scans(40, 24, 30)]
     file = io.BytesIO()
     Image.new("CMYK", (9, 9), (1, 200, 3, 40)).save(file, "JPEG")
     return [*images, file.getvalue()]

@@ -89,13 +89,13 @@ def draw_box(rng, width, height):
 # --- crops ---------------------------------------------------------------------------------------------------------
 
 
-def crop_natively(sources, boxes, flips, size, out, offsets=None, lengths=None, threads=1, max_pixels=2**28):
+def crop_natively(sources, boxes, flips, size, out, offsets=None, lengths=None, threads=1, max_bytes=2**30):
     """Call `native.crop` on whole sources, unless ranges are given."""
     n = len(sources)
     offsets = np.zeros(n, np.int64) if offsets is None else np.array(offsets, np.int64)
     lengths = np.full(n, -1, np.int64) if lengths is None else np.array(lengths, np.int64)
     return native.crop(
-        sources, offsets, lengths, np.array(boxes, float), np.array(flips), size, out, threads, max_pixels
+        sources, offsets, lengths, np.array(boxes, float), np.array(flips), size, out, threads, max_bytes
     )
 
 
@@ -144,3 +144,23 @@ def get_refusal(data, box=(0, 0, 8, 8)):
     with pytest.raises(UserError) as caught:
         crop_file(data, box)
     return str(caught.value)
+
+
+def make_many_scans(width, height, scans):
+    """Return a gray progressive JPEG of zeros: each scan adds a few bytes, and a pass over all blocks."""
+    quantization = b"\xff\xdb\0\x43\0" + bytes([1] * 64)
+    frame = b"\xff\xc2\0\x0b\x08" + struct.pack(">HH", height, width) + b"\x01\x01\x11\0"
+    # DC's only code is category 0. AC's are runs of blocks without coefficients, of every power of two up to 2**14.
+    dc_table = b"\xff\xc4\0\x14\0" + bytes([1, *[0] * 15]) + b"\0"
+    ac_table = b"\xff\xc4\0\x22\x10" + bytes([0, 0, 0, 15, *[0] * 12]) + bytes(range(0, 0xF0, 0x10))
+    blocks = -(-width // 8) * -(-height // 8)
+    runs = [14] * (blocks >> 14) + [power for power in range(14) if blocks >> power & 1]
+    bits = "".join(format(power, "04b") + "0" * power for power in runs)
+    dc_scan = b"\xff\xda\0\x08\x01\x01\0\0\0\0" + bytes(-(-blocks // 8))
+    ac_scan = b"\xff\xda\0\x08\x01\x01\0\x01\x3f\0" + _pack_bits(bits)
+    return b"\xff\xd8" + quantization + frame + dc_table + ac_table + dc_scan + ac_scan * (scans - 1) + b"\xff\xd9"
+
+
+def _pack_bits(bits):
+    bits += "1" * (-len(bits) % 8)
+    return int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")

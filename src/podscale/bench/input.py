@@ -206,7 +206,7 @@ def _is_native(crops: Crops) -> bool:
 def _time_native_stages(crops: Crops, part: slice) -> dict[str, float]:
     from podscale.data import _native
 
-    arguments = crops.boxes[part], crops.flips[part], crops.out.shape[1], decode.MAX_PIXELS
+    arguments = crops.boxes[part], crops.flips[part], crops.out.shape[1], crops.index.max_image_bytes
     seconds = _native.time_stages(*crops.index.locate_bytes(crops.samples[part]), *arguments)  # type: ignore[arg-type]
     return dict(zip(("read", "entropy decode", "transform", "resize"), seconds, strict=True))
 
@@ -224,7 +224,7 @@ def _time_reference_stages(crops: Crops, part: slice) -> dict[str, float]:
     for i in range(*part.indices(len(crops))):
         sample = int(crops.samples[i])
         data = time_call("read", index.read, sample)
-        pixels = time_call("decode", decode.decode_image, data, index.name(sample))
+        pixels = time_call("decode", decode.decode_image, data, index.name(sample), index.max_image_bytes)
         pixels = time_call("shrink", decode.shrink_image, pixels, *index.sizes[sample])
         time_call("resize", decode.crop_image, pixels, crops.boxes[i], bool(crops.flips[i]), size, crops.out[i])
     return seconds

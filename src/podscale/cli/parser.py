@@ -19,7 +19,7 @@ from podscale.cli.commands import train as train_commands
 from podscale.config.options import Options, PodOptions
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
-from podscale.recipe import SECTIONS
+from podscale.recipe import SECTIONS, Recipe
 
 # --- parsing -------------------------------------------------------------------------------------------------------
 
@@ -362,6 +362,12 @@ def _add_source_option(parser: argparse.ArgumentParser, more: tuple[str, ...] = 
     text = "what the folder holds (default: what is found in it)"
     kinds = ("folder", "tar", "tfrecord", "parquet", *more)
     parser.add_argument("--source", choices=kinds, default="", metavar="|".join(kinds), help=text)
+    text, default = "memory that decoding one image may take (default: 1024)", Recipe().data.max_image_mib
+    parser.add_argument("--max-image-mib", type=_parse_mib, default=default, metavar="N", help=text)
+
+
+def _parse_mib(text: str) -> int:
+    return Recipe().override({"data.max_image_mib": text}).data.max_image_mib
 
 
 def _add_fields(parser: argparse.ArgumentParser, sections: Any) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 from podscale.errors import UserError
 
-_AT_LEAST_ONE = ("data.image_size data.lanes model.width batch.size batch.span optimizer.newton_schulz").split()
+_AT_LEAST_ONE = (
+    "data.image_size data.lanes data.max_image_mib model.width batch.size batch.span optimizer.newton_schulz"
+).split()
 _POSITIVE = ("train.epochs", "train.eval_epochs", "data.std", "data.eval_fraction", "schedule.power")
 _SHARES = (
     "data.eval_fraction data.bad_share data.hold_out optimizer.momentum optimizer.rest_momentum "
@@ -44,6 +46,7 @@ def check_ranges(recipe: Any) -> None:
     require(["data.mean"], math.isfinite, "finite")
     require(["schedule.milestones"], lambda v: 0 <= v < float("inf"), "0 or more")
     require(["train.seed"], lambda v: v < 2**32, "below 2**32")
+    require(["data.max_image_mib"], lambda v: v <= 2**20, "at most 2**20")
     require(["batch.size"], lambda v: v <= 2**24, "at most 2**24")
     require(["augment.max_aspect"], lambda v: 1 <= v < float("inf"), "at least 1")
     require(["augment.magnitude"], lambda v: v <= 30, "at most 30")

@@ -12,7 +12,7 @@ def crop(
     size: int,
     out: Buffer,
     threads: int,
-    max_pixels: int,
+    max_bytes: int,
     /,
 ) -> list[tuple[int, str]]:
     """Crop JPEG and PPM images into out, uint8 [n, size, size, 3].
@@ -41,7 +41,7 @@ def time_stages(
     boxes: Buffer,
     flips: Buffer,
     size: int,
-    max_pixels: int,
+    max_bytes: int,
     /,
 ) -> tuple[float, float, float, float]:
     """Return the seconds that `crop` spends, in one thread, on reading, entropy decoding (and headers), transform, and
@@ -51,7 +51,7 @@ def time_stages(
     remaining time.
     """
 
-def decode(data: Buffer, max_pixels: int, /) -> tuple[int, int, bytes]:
+def decode(data: Buffer, max_bytes: int, /) -> tuple[int, int, bytes]:
     """Return width, height and pixels [height, width, 3] of a whole JPEG.
 
     Raises:
@@ -61,7 +61,7 @@ def decode(data: Buffer, max_pixels: int, /) -> tuple[int, int, bytes]:
 def advise(sources: list[str | int | Buffer], offsets: Buffer, lengths: Buffer, /) -> None:
     """Ask the kernel to read these images' files ahead of time."""
 
-def tile(data: Buffer, max_pixels: int, /) -> bytes:
+def tile(data: Buffer, max_bytes: int, /) -> bytes:
     """Return a JPEG of the same pixels and markers in one baseline scan, in tiles of which `crop` decodes only some.
 
     Raises:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data import decode
-from podscale.data.decode import MAX_PIXELS
 from podscale.data.index.dataset import Index
 from podscale.errors import UserError
 
@@ -111,7 +110,7 @@ def _crop_natively(
         sizes = np.ascontiguousarray(index.sizes[samples], np.int32)
         rejected = native.crop_pixels(memory, offsets, sizes, edges, flip, size, out, 1)
     else:
-        rejected = native.crop(*index.locate_bytes(samples), edges, flip, size, out, 1, MAX_PIXELS)
+        rejected = native.crop(*index.locate_bytes(samples), edges, flip, size, out, 1, index.max_image_bytes)
     for i, _ in rejected:
         part = slice(i, i + 1)
         _crop_with_reference(index, samples[part], boxes[part], flips[part], size, out[part])

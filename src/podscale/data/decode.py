@@ -18,8 +18,9 @@ All other code gets pixels through `crop.crop_batch`. Whatever the file, the res
   then vertically. JPEG's scaled decoding, which gives other pixels, is not used. Where a box extends past the border,
   the image is reflected.
 
-A header that claims more than 2**28 pixels is refused before they are allocated, and any image that cannot be read
-completely is a `UserError` that names it.
+An image whose header asks for more memory than `data.max_image_mib` is refused before anything is allocated, and so is
+a JPEG of too many scans (`podscale.data.limits`). Any image that cannot be read completely is a `UserError` that names
+it.
 """
 
 import io
@@ -40,6 +41,16 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from podscale.data.limits import (
+    BYTES_PER_PIXEL,
+    MAX_IMAGE_BYTES,
+    TRANSPARENT_BYTES_PER_PIXEL,
+    WEBP_BYTES_PER_PIXEL,
+    LimitError,
+    TooLargeError,
+    check_memory,
+    check_scans,
+)
 from podscale.errors import UserError
 
 native: ModuleType | None
@@ -51,7 +62,6 @@ except ImportError:  # the package was installed where there is no C compiler or
     native = None
 
 
-MAX_PIXELS = 2**28
 PPM_HEADER_BYTES = 1024  # longer headers are refused
 # Pillow warns of flaws that do not affect the pixels. Its own limit on pixels is checked in `Image.open`, which is not
 # used here: moving that limit would change a setting of the whole process.
@@ -76,10 +86,6 @@ def select_decoder() -> str:
     return "native"
 
 
-class TooLargeError(UserError):
-    """An image whose header claims more pixels than are ever allocated."""
-
-
 @dataclass(frozen=True)
 class Header:
     """What the first bytes say: width and height of the upright image, and EXIF's orientation (1 to 8)."""
@@ -89,35 +95,37 @@ class Header:
     orientation: int
 
 
-def read_header(file: IO[bytes], name: str = "the image") -> Header:
+def read_header(file: IO[bytes], name: str = "the image", max_bytes: int = MAX_IMAGE_BYTES) -> Header:
     """Return size and orientation, without decoding any pixel.
 
     Raises:
         UserError: the header cannot be read; the message contains `name`.
+        TooLargeError: decoding the image would take more than `max_bytes` of memory.
     """
     with _ErrorContext(name):
         start = file.read(PPM_HEADER_BYTES)
         file.seek(0)
         if start.startswith(b"P6"):
-            width, height, _ = _parse_ppm_header(start)
+            width, height, _ = _parse_ppm_header(start, max_bytes)
             return Header(width, height, 1)
-        return _make_header(_open_image(file))
+        return _make_header(_open_image(file, max_bytes))
 
 
-def decode_image(data: bytes, name: str = "the image") -> NDArray[np.uint8]:
+def decode_image(data: bytes, name: str = "the image", max_bytes: int = MAX_IMAGE_BYTES) -> NDArray[np.uint8]:
     """Return the whole image, upright, uint8 [height, width, 3].
 
     Raises:
         UserError: the image cannot be read; the message contains `name`.
+        TooLargeError: decoding it would take more than `max_bytes` of memory, or too many scans.
     """
     if native is not None and select_decoder() == "native":
         try:
-            width, height, pixels = native.decode(data, MAX_PIXELS)
+            width, height, pixels = native.decode(data, max_bytes)
             return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
         except ValueError:
             pass  # left to the reference implementation, which refuses a bad image with a sentence
     with _ErrorContext(name):
-        return np.asarray(_decode_with_pillow(data))
+        return np.asarray(_decode_with_pillow(data, max_bytes))
 
 
 def shrink_sizes(sizes: NDArray[np.int32], longest: int) -> NDArray[np.int32]:
@@ -148,6 +156,7 @@ def crop_image(
     size: int,
     out: NDArray[np.uint8],
     name: str = "the image",
+    max_bytes: int = MAX_IMAGE_BYTES,
 ) -> None:
     """Crop and resize one image: the reference implementation of all crops.
 
@@ -158,12 +167,13 @@ def crop_image(
         size: side of the result.
         out: receives the pixels, uint8 [size, size, 3].
         name: what an error calls the image.
+        max_bytes: memory that decoding may take.
 
     Raises:
         UserError: the image cannot be read.
     """
     with _ErrorContext(name):
-        image = _decode_with_pillow(source) if isinstance(source, bytes) else Image.fromarray(source)
+        image = _decode_with_pillow(source, max_bytes) if isinstance(source, bytes) else Image.fromarray(source)
         left, top, right, bottom = (float(edge) for edge in box)
         if left < 0 or top < 0 or right > image.width or bottom > image.height:
             image, left, top = _pad_by_reflection(image, left, top, right, bottom)
@@ -173,7 +183,7 @@ def crop_image(
     out[...] = pixels[:, ::-1] if flip else pixels
 
 
-def tile_jpeg(data: bytes) -> bytes:
+def tile_jpeg(data: bytes, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
     """Return a JPEG of the same pixels, of which `crop_batch` decodes only the parts it needs.
 
     Raises:
@@ -183,7 +193,7 @@ def tile_jpeg(data: bytes) -> bytes:
         raise ValueError("there is no native decoder")
     if not data.startswith(b"\xff\xd8"):
         raise ValueError("it is no JPEG")
-    return native.tile(data, MAX_PIXELS)
+    return native.tile(data, max_bytes)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -202,7 +212,8 @@ class _ErrorContext:
         # A damaged file can make a decoder raise nearly anything; there is no list of what to expect.
         if isinstance(error, Exception) and not isinstance(error, UserError):
             reason = str(error).rstrip(".") or type(error).__name__
-            error_type = TooLargeError if isinstance(error, _TooManyPixelsError) else UserError
+            is_limit = isinstance(error, LimitError | Image.DecompressionBombError)  # Pillow has its own for WebP
+            error_type = TooLargeError if is_limit else UserError
             raise error_type(f"cannot read {self.name}: {reason}; replace or remove it") from error
 
 
@@ -212,7 +223,7 @@ class _Jpeg(JpegImageFile):
         return Image.Exif()
 
 
-def _open_image(file: IO[bytes]) -> ImageFile:
+def _open_image(file: IO[bytes], max_bytes: int) -> ImageFile:
     """Open an image of an allowed size, without decoding it. (MPO, several JPEGs in one file, opens as its first.)"""
     start = file.read(30)
     file.seek(0)
@@ -221,27 +232,28 @@ def _open_image(file: IO[bytes]) -> ImageFile:
     elif start.startswith(b"\x89PNG\r\n\x1a\n"):
         image = PngImageFile(file)
     elif start.startswith(b"RIFF") and start[8:12] == b"WEBP":
-        if start[12:16] == b"VP8X":  # the only WebP that can claim a huge canvas, which Pillow allocates on opening
-            width, height = (int.from_bytes(start[at : at + 3], "little") + 1 for at in (24, 27))
-            _check_size(width, height)
-        image = WebPImageFile(file)
+        check_memory(*_parse_webp_size(start), WEBP_BYTES_PER_PIXEL, max_bytes)  # opening it allocates memory
+        return WebPImageFile(file)
     elif not start:
         raise ValueError("the file is empty")
     else:
         raise ValueError("it is neither JPEG, PNG, WebP nor PPM")
-    _check_size(*image.size)
+    is_transparent = image.mode.endswith("A") or "transparency" in image.info
+    check_memory(*image.size, TRANSPARENT_BYTES_PER_PIXEL if is_transparent else BYTES_PER_PIXEL, max_bytes)
     return image
 
 
-class _TooManyPixelsError(ValueError):
-    pass
-
-
-def _check_size(width: int, height: int) -> None:
-    if width < 1 or height < 1:
-        raise ValueError(f"its header says {width}x{height} pixels")
-    if width * height > MAX_PIXELS:
-        raise _TooManyPixelsError(f"its header says {width}x{height} pixels, more than {MAX_PIXELS}")
+def _parse_webp_size(start: bytes) -> tuple[int, int]:
+    """Return the size of the canvas from a file's first 30 bytes (RFC 9649, section 2)."""
+    kind, body = start[12:16], start[20:30]
+    if kind == b"VP8X" and len(body) == 10:
+        return int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1
+    if kind == b"VP8 " and len(body) == 10:
+        return int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF
+    if kind == b"VP8L" and len(body) >= 5:
+        bits = int.from_bytes(body[1:5], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    raise ValueError("its header is not that of a WebP file")
 
 
 def _make_header(image: ImageFile) -> Header:
@@ -279,11 +291,13 @@ _TRANSPOSES = {
 }
 
 
-def _decode_with_pillow(data: bytes) -> Image.Image:
+def _decode_with_pillow(data: bytes, max_bytes: int) -> Image.Image:
     """Return the decoded image, upright, mode RGB."""
     if data.startswith(b"P6"):
-        return _decode_ppm(data)
-    file = _open_image(io.BytesIO(data))
+        return _decode_ppm(data, max_bytes)
+    file = _open_image(io.BytesIO(data), max_bytes)
+    if isinstance(file, _Jpeg):
+        check_scans(data, *file.size)
     orientation = _make_header(file).orientation
     file.load()
     image = _convert_to_rgb(file)
@@ -294,18 +308,18 @@ _GAP = rb"(?:[ \t\n\v\f\r]|#[^\n\r]*(?=[\n\r]))+"  # white space and comments
 _PPM_HEADER = re.compile(rb"P6" + _GAP + rb"([0-9]{1,9})" + _GAP + rb"([0-9]{1,9})" + _GAP + rb"0{0,6}255[ \t\n\v\f\r]")
 
 
-def _parse_ppm_header(start: bytes) -> tuple[int, int, int]:
+def _parse_ppm_header(start: bytes, max_bytes: int) -> tuple[int, int, int]:
     """Return width, height, and the offset of the pixels."""
     header = _PPM_HEADER.match(start[:PPM_HEADER_BYTES])
     if header is None:
         raise ValueError("its header is not that of a PPM file of 8 bits a channel")
     width, height = int(header[1]), int(header[2])
-    _check_size(width, height)
+    check_memory(width, height, BYTES_PER_PIXEL, max_bytes)
     return width, height, header.end()
 
 
-def _decode_ppm(data: bytes) -> Image.Image:
-    width, height, start = _parse_ppm_header(data)
+def _decode_ppm(data: bytes, max_bytes: int) -> Image.Image:
+    width, height, start = _parse_ppm_header(data, max_bytes)
     if len(data) - start != width * height * 3:
         raise ValueError(f"it has {len(data) - start} bytes of pixels, not the {width * height * 3} its header says")
     return Image.fromarray(np.frombuffer(data, np.uint8, offset=start).reshape(height, width, 3))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from podscale.data import decode
 from podscale.data.index.table import Strings, Table
+from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import UserError
 
 THREADS = 16  # they mostly wait for the disk
@@ -34,12 +35,17 @@ class Files:
     the descriptors that `locate_bytes` returns.
     """
 
-    def __init__(self, root: str, table: Table, packed: bool) -> None:
+    def __init__(self, root: str, table: Table, packed: bool, max_image_bytes: int = MAX_IMAGE_BYTES) -> None:
         self.root, self.table, self.packed = root, table, packed
+        self.max_image_bytes = max_image_bytes  # memory that decoding one image may take
         self._containers: dict[int, tuple[int, int]] = {}  # index in table.paths -> descriptor, size in bytes
         self._lock = threading.Lock()
         # Not at exit: threads may still read when the process ends.
         weakref.finalize(self, _close_containers, self._containers).atexit = False
+
+    def with_table(self, table: Table) -> "Files":
+        """Return a reader of other samples of the same data set."""
+        return Files(self.root, table, self.packed, self.max_image_bytes)
 
     def name(self, sample: int) -> str:
         """Return the file's path; in a container, its path and the sample's name there, or its offset."""
@@ -111,11 +117,11 @@ class Files:
         if self.packed:
             (descriptor,), offsets, lengths = self.locate_bytes(np.array([sample]))
             window = _Window(int(descriptor), int(offsets[0]), int(lengths[0]))
-            header = decode.read_header(io.BufferedReader(window, 4096), name)
+            header = decode.read_header(io.BufferedReader(window, 4096), name, self.max_image_bytes)
             return (header.width, header.height), int(lengths[0])
         try:
             with open(self._get_file_path(sample), "rb") as file:
-                header = decode.read_header(file, name)
+                header = decode.read_header(file, name, self.max_image_bytes)
                 return (header.width, header.height), os.fstat(file.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read {name}: {error.strerror}; replace or remove it") from error
@@ -180,7 +186,7 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-def open_loose_files(paths: Sequence[str]) -> Files:
+def open_loose_files(paths: Sequence[str], max_image_bytes: int = MAX_IMAGE_BYTES) -> Files:
     """Return files at any paths, without labels, not yet measured."""
     n = len(paths)
     zeros = np.zeros(n, np.int64)
@@ -193,7 +199,7 @@ def open_loose_files(paths: Sequence[str]) -> Files:
         Strings.from_names(paths),
         ("",),
     )
-    return Files("", table, packed=False)
+    return Files("", table, packed=False, max_image_bytes=max_image_bytes)
 
 
 def _open_container(path: str) -> int:

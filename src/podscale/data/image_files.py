@@ -127,7 +127,7 @@ class ImageFiles:
         return Batch(array, jax.device_put(labels, self.device), len(names))
 
     def _read(self, names: Sequence[str], out: NDArray[np.uint8], pool: Executor | None) -> None:
-        index = index_files(names).limit_size(self.recipe.data.shrink)
+        index = index_files(names, self.recipe.data.max_image_bytes).limit_size(self.recipe.data.shrink)
         samples, data = np.arange(len(names)), self.recipe.data
         boxes = compute_eval_boxes(data.eval_fraction, index.sizes)
         crop.crop_batch(index, samples, boxes, np.zeros(len(names), bool), data.image_size, out, pool)

@@ -15,7 +15,7 @@ def run_index(arguments: argparse.Namespace) -> Any:
 
     console = make_console(arguments)
     with show_progress(console, "indexing") as progress:
-        result = survey_data_set(arguments.path, arguments.source, progress)
+        result = survey_data_set(arguments.path, arguments.source, progress, arguments.max_image_mib)
     dataset_tables.show_survey(result, console)
     return result
 
@@ -28,7 +28,9 @@ def run_check(arguments: argparse.Namespace) -> Any:
 
     console = make_console(arguments)
     with show_progress(console) as progress:
-        result = check_tool.check_data_set(arguments.path, arguments.source, progress)
+        result = check_tool.check_data_set(
+            arguments.path, arguments.source, progress, max_image_bytes=arguments.max_image_mib * 2**20
+        )
     dataset_tables.show_check(result, console)
     arguments.code = 0 if result["clean"] else 1
     return result
@@ -61,7 +63,12 @@ def run_prepare(arguments: argparse.Namespace) -> Any:
     try:
         with show_progress(console) as progress:
             result = prepare_tool.prepare_data_set(
-                arguments.src, arguments.dst, settings, arguments.source, progress=progress
+                arguments.src,
+                arguments.dst,
+                settings,
+                arguments.source,
+                progress=progress,
+                max_image_mib=arguments.max_image_mib,
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command goes on after the last whole shard") from None

@@ -23,6 +23,7 @@ from podscale.data.index import table as tables
 from podscale.data.index.containers import folder, parquet, tar, tfrecord
 from podscale.data.index.containers.container import ContainerSamples, Format, Listing, resolve_labels
 from podscale.data.index.table import SPLITS, Strings, Table, Tables
+from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import UserError
 from podscale.storage.paths import require_local
 
@@ -78,21 +79,24 @@ def _can_read_as(kind: str, root: Path) -> bool:
     return True
 
 
-def open_files(kind: str, root: Path, progress: Progress | None = None) -> tuple[Files, Files, tuple[str, ...]]:
+def open_files(
+    kind: str, root: Path, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
+) -> tuple[Files, Files, tuple[str, ...]]:
     """Return the files of both splits and the class names: from a stored table if it is up to date, else by a scan."""
     _check_complete(root)
     listing = FORMATS[kind].find(root)
     result = _load_stored_tables(kind, listing)
     if result is None:
-        result = scan_data_set(kind, listing, progress)
+        result = scan_data_set(kind, listing, progress, max_image_bytes)
         if time.time_ns() - listing.newest_ns > MIN_AGE_NS and FORMATS[kind].find(root) == listing:
             with suppress(OSError):  # without a cache folder the table is in memory only
                 tables.save_tables(_get_cache_path(kind, root), result)
-    return _make_files(kind, root, result.train), _make_files(kind, root, result.val), result.classes
+    train, val = (_make_files(kind, root, table, max_image_bytes) for table in (result.train, result.val))
+    return train, val, result.classes
 
 
 def list_samples(
-    kind: str, root: Path, progress: Progress | None = None
+    kind: str, root: Path, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
 ) -> tuple[dict[str, Files], tuple[str, ...], list[tuple[str, str, str]]]:
     """List all samples without opening their images.
 
@@ -130,7 +134,9 @@ def list_samples(
     except UserError as error:
         raise (UserError(left_out[0][2]) if left_out else error) from None  # a container left out may be the cause
     files = {
-        split: _make_files(kind, root, _make_table(tuple(containers[split]), lists[split], labels[split]))
+        split: _make_files(
+            kind, root, _make_table(tuple(containers[split]), lists[split], labels[split]), max_image_bytes
+        )
         for split in SPLITS
     }
     return files, classes, left_out
@@ -148,7 +154,9 @@ def _check_complete(root: Path) -> None:
         )
 
 
-def store_beside(kind: str, root: Path, progress: Progress | None = None) -> Path:
+def store_beside(
+    kind: str, root: Path, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
+) -> Path:
     """Scan a data set and store its table beside it, to be copied with it: nobody has to scan it again.
 
     Where samples are in shards, the table stays valid while their names and lengths do; a copy may change their times.
@@ -157,7 +165,7 @@ def store_beside(kind: str, root: Path, progress: Progress | None = None) -> Pat
         The path of the stored table.
     """
     listing = FORMATS[kind].find(root)
-    table = replace(scan_data_set(kind, listing, progress), fingerprint=listing.portable_fingerprint)
+    table = replace(scan_data_set(kind, listing, progress, max_image_bytes), fingerprint=listing.portable_fingerprint)
     try:
         tables.save_tables(root / INDEX_FILE, table)
     except OSError as error:
@@ -165,8 +173,8 @@ def store_beside(kind: str, root: Path, progress: Progress | None = None) -> Pat
     return root / INDEX_FILE
 
 
-def _make_files(kind: str, root: Path, table: Table) -> Files:
-    return Files(str(root), table, FORMATS[kind].packed)
+def _make_files(kind: str, root: Path, table: Table, max_image_bytes: int) -> Files:
+    return Files(str(root), table, FORMATS[kind].packed, max_image_bytes)
 
 
 # --- stored tables -------------------------------------------------------------------------------------------------
@@ -200,7 +208,9 @@ def _get_cache_path(kind: str, root: Path) -> Path:
 # --- scanning ------------------------------------------------------------------------------------------------------
 
 
-def scan_data_set(kind: str, listing: Listing, progress: Progress | None = None) -> Tables:
+def scan_data_set(
+    kind: str, listing: Listing, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
+) -> Tables:
     """Scan every container and read every image's header, in parallel."""
     containers = _scan_containers(FORMATS[kind], listing, progress)
     classes, labels = resolve_labels(listing, containers)
@@ -213,7 +223,7 @@ def scan_data_set(kind: str, listing: Listing, progress: Progress | None = None)
                 progress(unit, before + count, total)
 
         table = _make_table(listing.paths[split], containers.pop(split), labels[split])
-        sizes, lengths = _make_files(kind, listing.root, table).measure(report)
+        sizes, lengths = _make_files(kind, listing.root, table, max_image_bytes).measure(report)
         measured[split] = replace(table, sizes=sizes, lengths=lengths)
         done += len(table)
     return Tables(kind, listing.fingerprint, classes, **measured)

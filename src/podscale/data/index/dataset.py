@@ -23,6 +23,7 @@ from podscale.data.files import Files, Progress, open_loose_files
 from podscale.data.index import catalog
 from podscale.data.index.containers import raw
 from podscale.data.index.containers.container import MAX_CLASSES
+from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.data.random import Stream, draw_uint32
 from podscale.errors import UserError
 from podscale.processes.host import measure_usable_memory
@@ -53,6 +54,11 @@ class Index:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def max_image_bytes(self) -> int:
+        """Memory that decoding one image may take."""
+        return MAX_IMAGE_BYTES if self.files is None else self.files.max_image_bytes
+
     def name(self, sample: int) -> str:
         """Return the sample's name for messages: its path, or its noun and number."""
         return f"{self.noun} {sample}" if self.files is None else self.files.name(sample)
@@ -64,7 +70,8 @@ class Index:
         width, height = self.sizes[sample]
         if cache := self._fill_cache("decoded", np.array([sample])):
             return cache.get(sample).reshape(height, width, 3)
-        return decode.shrink_image(decode.decode_image(self.read(sample), self.name(sample)), width, height)
+        pixels = decode.decode_image(self.read(sample), self.name(sample), self.max_image_bytes)
+        return decode.shrink_image(pixels, width, height)
 
     def read(self, sample: int) -> bytes:
         """Return the encoded image, of an index of files."""
@@ -108,9 +115,7 @@ class Index:
     def select(self, samples: NDArray[np.integer]) -> "Index":
         """Return these images, numbered from 0."""
         images = None if self.images is None else self.images[samples]
-        files = (
-            None if self.files is None else Files(self.files.root, self.files.table.select(samples), self.files.packed)
-        )
+        files = None if self.files is None else self.files.with_table(self.files.table.select(samples))
         return Index(self.labels[samples], self.sizes[samples], images, files, self.noun)
 
     def with_cache(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
@@ -180,10 +185,7 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
     >>> len(splits.train), len(splits.val), splits.train.name(17), splits.classes[:3]
     (1437, 360, 'digit 17', ('0', '1', '2'))
     """
-    if data.source in catalog.FORMATS:
-        splits = _open_files(data.source, data.path, progress)
-    else:
-        splits = _IN_MEMORY[data.source](data.path)
+    splits = _open_files(data, progress) if data.source in catalog.FORMATS else _IN_MEMORY[data.source](data.path)
     if data.shrink:
         splits = replace(splits, train=splits.train.limit_size(data.shrink), val=splits.val.limit_size(data.shrink))
     if data.hold_out:
@@ -211,7 +213,7 @@ def split_hold_out(train: Index, share: float) -> tuple[Index, Index]:
     return train.select(np.sort(shuffled[count:])), train.select(np.sort(shuffled[:count]))
 
 
-def index_files(paths: Sequence[str | os.PathLike[str]]) -> Index:
+def index_files(paths: Sequence[str | os.PathLike[str]], max_image_bytes: int = MAX_IMAGE_BYTES) -> Index:
     """Return an index of loose files, to predict their classes; labels are -1."""
     names = [os.fspath(path) for path in paths]
     if not names:
@@ -219,13 +221,14 @@ def index_files(paths: Sequence[str | os.PathLike[str]]) -> Index:
     for name in names:
         if not Path(name).is_file():
             raise UserError(f"there is no image file {name}; check the path")
-    files = open_loose_files(names)
+    files = open_loose_files(names, max_image_bytes)
     sizes, lengths = files.measure()
-    return _make_file_index(Files("", replace(files.table, sizes=sizes, lengths=lengths), packed=False))
+    return _make_file_index(files.with_table(replace(files.table, sizes=sizes, lengths=lengths)))
 
 
-def _open_files(source: str, path: str, progress: Progress | None) -> Splits:
-    train, val, classes = catalog.open_files(source, _resolve_path(path, "folder"), progress)
+def _open_files(data: recipe.Data, progress: Progress | None) -> Splits:
+    root = _resolve_path(data.path, "folder")
+    train, val, classes = catalog.open_files(data.source, root, progress, data.max_image_bytes)
     return Splits(_make_file_index(train), _make_file_index(val), classes)
 
 

@@ -4,7 +4,7 @@ The kinds of problems are:
 
 - `unreadable`: a class folder or a shard that cannot be scanned; nothing in it was checked;
 - `empty`, `corrupt`: no bytes, or bytes that no decoder turns into a whole image;
-- `huge`: a header that asks for more pixels than are ever allocated, or a file of more bytes than any image has;
+- `huge`: an image that takes more memory than allowed, or too many scans (`podscale.data.limits`);
 - `mislabelled`: the extension of the name does not match the format of the content;
 - `two labels`, `in both splits`, `twice`: the same bytes in two classes, in training and validation, or twice in one.
 
@@ -58,7 +58,13 @@ class _TaskResult:
     problems: list[Problem]
 
 
-def check_data_set(path: str, kind: str = "", progress: Progress | None = None, threads: int = 0) -> dict[str, Any]:
+def check_data_set(
+    path: str,
+    kind: str = "",
+    progress: Progress | None = None,
+    threads: int = 0,
+    max_image_bytes: int = decode.MAX_IMAGE_BYTES,
+) -> dict[str, Any]:
     """Decode all images of the data set in a folder and list its problems.
 
     Args:
@@ -66,6 +72,7 @@ def check_data_set(path: str, kind: str = "", progress: Progress | None = None, 
         kind: "folder", "tar", "tfrecord" or "parquet"; detected if empty.
         progress: called with what is counted, how many are done, and of how many.
         threads: number of threads; 0 for one per usable core.
+        max_image_bytes: memory that decoding one image may take.
 
     Returns:
         A summary that JSON can hold: path, source, number of images by split, whether the data set is clean, problems
@@ -73,7 +80,7 @@ def check_data_set(path: str, kind: str = "", progress: Progress | None = None, 
     """
     start, root = time.monotonic(), Path(path)
     kind = catalog.detect_kind(root, kind)
-    splits, classes, unreadable = catalog.list_samples(kind, root, progress)
+    splits, classes, unreadable = catalog.list_samples(kind, root, progress, max_image_bytes)
     problems = [Problem("unreadable", split, container, why) for split, container, why in unreadable]
     total, done, digests = sum(len(files.table) for files in splits.values()), 0, {}
     with ThreadPoolExecutor(threads or count_usable_cores(), "podscale-check") as pool:
@@ -111,7 +118,7 @@ def _check_samples(split: str, files: Files, samples: range) -> _TaskResult:
         name = files.name(sample)
         try:
             data = _read_sample(files, sample, name)
-            problem = _find_problem(data, name)
+            problem = _find_problem(data, name, files.max_image_bytes)
         except UserError as error:
             problem = ("corrupt", str(error))
         else:
@@ -133,18 +140,15 @@ def _read_sample(files: Files, sample: int, name: str) -> bytes:
         raise UserError(f"cannot read {name}: {error.strerror}; replace or remove it") from None
 
 
-def _find_problem(data: bytes, name: str) -> tuple[str, str] | None:
+def _find_problem(data: bytes, name: str, max_bytes: int) -> tuple[str, str] | None:
     """Return kind and message of an image's problem, if it has one."""
     if not data:
         return "empty", f"{name} has no bytes; replace or remove it"
     try:
-        decode.read_header(io.BytesIO(data), name)
+        decode.read_header(io.BytesIO(data), name, max_bytes)
+        decode.decode_image(data, name, max_bytes)
     except decode.TooLargeError as error:
         return "huge", str(error)
-    except UserError as error:
-        return "corrupt", str(error)
-    try:
-        decode.decode_image(data, name)
     except UserError as error:
         return "corrupt", str(error)
     expected, actual = _EXTENSION_FORMATS.get(name.rpartition(".")[2].lower()), detect_format(data)

@@ -71,6 +71,7 @@ def prepare_data_set(
     kind: str = "",
     threads: int = 0,
     progress: Progress | None = None,
+    max_image_mib: int = recipe.Data.max_image_mib,
 ) -> dict[str, Any]:
     """Prepare the data set `source` in a folder, or resume an earlier prepare of it.
 
@@ -81,6 +82,7 @@ def prepare_data_set(
         kind: the source's kind ("folder", "tar", "tfrecord", "parquet"); detected if empty.
         threads: number of threads; 0 for one per usable core.
         progress: called with what is counted, how many are done, and of how many.
+        max_image_mib: memory that decoding one image may take.
 
     Returns:
         A summary that JSON can hold; `already` says whether the folder was complete before.
@@ -95,7 +97,9 @@ def prepare_data_set(
     check_disjoint(source_folder, target_folder)
     Target.open(target_folder, settings)  # a scan may take minutes: refuse before it
     data = replace_fields(
-        recipe.Data(shrink=settings.longest or 0), "data", {"source": kind, "path": str(source_folder)}
+        recipe.Data(shrink=settings.longest or 0, max_image_mib=max_image_mib),
+        "data",
+        {"source": kind, "path": str(source_folder)},
     )
     splits = open_index(data, _prefix_progress("indexing", progress))
     format_class_list(splits.classes)
@@ -104,7 +108,7 @@ def prepare_data_set(
         already = target.finished
         if not already:
             _write_splits(splits, target, threads or count_usable_cores(), progress)
-            catalog.store_beside("tar", target_folder, _prefix_progress("indexing", progress))
+            catalog.store_beside("tar", target_folder, _prefix_progress("indexing", progress), data.max_image_bytes)
             _check_unchanged(splits, target, source_folder)
             target = target.finish()
     return _summarize(splits, kind, target) | {"already": already, "seconds": time.monotonic() - start}
@@ -119,16 +123,16 @@ def encode_sample(index: Index, sample: int, settings: Settings) -> EncodedImage
         return EncodedImage(_encode_ppm(index.load_pixels(sample)), "ppm", "raw")
     if settings.quality is not None or index.needs_shrinking(np.array([sample]))[0]:
         return _encode_jpeg(index.load_pixels(sample), index.name(sample), settings)
-    return _encode_lossless(index.read(sample), index.name(sample))
+    return _encode_lossless(index.read(sample), index.name(sample), index.max_image_bytes)
 
 
-def _encode_lossless(data: bytes, name: str) -> EncodedImage:
+def _encode_lossless(data: bytes, name: str, max_bytes: int) -> EncodedImage:
     """Return the image tiled; or unchanged, if it can be decoded at all."""
     extension = _EXTENSIONS.get(data[:2], "")
     try:
-        return EncodedImage(decode.tile_jpeg(data), "jpg", "tiled")
+        return EncodedImage(decode.tile_jpeg(data, max_bytes), "jpg", "tiled")
     except ValueError as error:
-        decode.decode_image(data, name)
+        decode.decode_image(data, name, max_bytes)
         why = f"JPEG: {re.sub(r'0x[0-9a-f]+|[0-9]+', 'N', str(error))}" if extension == "jpg" else extension
         return EncodedImage(data, extension, f"copied ({why})")
 

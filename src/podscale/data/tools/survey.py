@@ -21,13 +21,16 @@ from podscale.errors import UserError
 IN_MEMORY_KINDS = ("npz", "cifar", "mnist")  # kinds that are loaded into memory
 
 
-def survey_data_set(path: str, kind: str = "", progress: Progress | None = None) -> dict[str, Any]:
+def survey_data_set(
+    path: str, kind: str = "", progress: Progress | None = None, max_image_mib: int = recipe.Data.max_image_mib
+) -> dict[str, Any]:
     """Summarize the data set in a folder. Its index is made and stored as training would.
 
     Args:
         path: folder of the data set, or an .npz file.
         kind: a `data.source`; detected if empty.
         progress: called during a scan with what is counted, how many are done, and of how many.
+        max_image_mib: memory that decoding one image may take.
 
     Returns:
         A summary that JSON can hold; `kept` says whether the index was stored before.
@@ -42,7 +45,8 @@ def survey_data_set(path: str, kind: str = "", progress: Progress | None = None)
 
     if kind not in IN_MEMORY_KINDS:
         kind = ("" if kind else _detect_in_memory_kind(Path(path))) or catalog.detect_kind(Path(path), kind)
-    splits = open_index(replace_fields(recipe.Data(), "data", {"source": kind, "path": path}), report)
+    data = replace_fields(recipe.Data(max_image_mib=max_image_mib), "data", {"source": kind, "path": path})
+    splits = open_index(data, report)
     seconds = time.monotonic() - start
     return {
         "path": path,
