@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import tomllib
 import typing
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,7 +19,9 @@ from podscale.config.fields import document_field as _field
 from podscale.config.fields import replace_fields
 from podscale.config.ranges import check_ranges
 from podscale.config.suggestions import list_divisors, suggest_names, suggest_numbers
+from podscale.config.toml import MAX_TOML_BYTES, parse_toml
 from podscale.errors import UserError
+from podscale.storage.files import read_text
 
 
 @dataclass(frozen=True)
@@ -298,10 +299,10 @@ def read_recipe_file(path: Path, kind: str = "recipe") -> str:
         kind: what messages call it.
 
     Raises:
-        UserError: the file is missing, unreadable or not UTF-8.
+        UserError: the file is missing, unreadable, too large or not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, MAX_TOML_BYTES)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise UserError(f"there is no {kind} file {path}") from None
     except OSError as error:
@@ -316,10 +317,7 @@ def parse_recipe(text: str, name: str = "unnamed") -> Recipe:
     Raises:
         UserError: the text is not TOML, or not a valid recipe.
     """
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"recipe {name} is not valid TOML: {error}") from None
+    tables = parse_toml(text, f"recipe {name}")
     changes: dict[str, Any] = {}
     for section, fields in tables.items():
         if not isinstance(fields, dict):

@@ -48,6 +48,7 @@ from podscale.data.order import compute_eval_boxes
 from podscale.data.tools.check import check_data_set
 from podscale.errors import UserError
 from podscale.models.weights.torchvision import read_tensors
+from podscale.study.grid import load_study
 
 MAX_S, MAX_WAIT_S, MAX_BYTES = 30, 900, 6 * 2**30  # wait long: the machine may be busy
 INTERESTING = [bytes(n) for n in (1, 2, 4, 8)] + [b"\xff" * n for n in (1, 2, 4, 8)]
@@ -113,6 +114,13 @@ def _read_recipe(data: bytes) -> None:
         recipe = recipes.load_recipe(str(path))
         parsed = recipes.parse_recipe(recipe.to_toml(), name=recipe.name)
         assert parsed.digest() == recipe.digest()
+
+
+def _read_study(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "mine.toml"
+        path.write_bytes(data)
+        assert load_study(path).cases
 
 
 def _read_npz(data: bytes) -> None:
@@ -187,6 +195,20 @@ def _list_recipes() -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.glob("*.toml"))]
 
 
+STUDY = b"""
+recipe = "digits"
+seeds = [0, 1]
+set.train.epochs = 5
+grid.batch.size = [128, 256]
+[[case]]
+name = "LARS"
+set.optimizer.name = "lars"
+[[at]]
+grid.batch.size = [256]
+set.schedule.peak = 2.0
+"""
+
+
 # A target, its seeds, and its share of the cases.
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]], int]] = {
     "tar": (
@@ -200,6 +222,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]], int
     "header": (_read_header, _make_images, 15),
     "picture": (_decode_image, _make_images, 10),
     "recipe": (_read_recipe, _list_recipes, 15),
+    "study": (_read_study, lambda: [STUDY], 5),
     "npz": (_read_npz, _make_npz_files, 8),
     "safetensors": (_read_safetensors, _make_safetensors, 8),
     "folder": (_check_folder, _make_images, 4),

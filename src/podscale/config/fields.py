@@ -13,6 +13,7 @@ from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 
 T = TypeVar("T")
+MAX_TEXT = 1000  # characters of a number, or of true or false
 
 
 def document_field(default: Any, doc: str) -> Any:
@@ -88,6 +89,8 @@ def coerce(where: str, value: Any, kind: Any) -> Any:
             raise UserError(f"{where} is too large for a number") from None
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise UserError(f"{where} must be {_describe_kind(kind)}, not {_format_value(value)}")
+    if kind is str and any("\ud800" <= character <= "\udfff" for character in value):
+        raise UserError(f"{where} {value!a} is not text in UTF-8; rename what it names")
     if kind is int and abs(value) >= 2**63:
         raise UserError(f"{where} is too large for a number")
     return value
@@ -98,6 +101,8 @@ def _parse_text(where: str, text: str, kind: Any) -> Any:
         parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
         return [part.strip("'\"") for part in parts if part]
     try:
+        if len(text) > MAX_TEXT:
+            raise ValueError("longer than any number")
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):  # ValueError: not TOML, or more digits than Python reads
         text = text if len(text) <= 40 else text[:40] + "..."

@@ -1,17 +1,68 @@
-"""Write files atomically, and read files that a killed process may have left incomplete."""
+"""Write files atomically, and read files that a killed process may have left incomplete, or that may be no files."""
 
+import errno
+import io
 import json
 import math
 import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a regular file to read its bytes. A pipe, socket or device is refused instead of being waited for.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+    """
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor to read a regular file with; see `open_regular`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, f"it is {describe_kind(mode)}, not a regular file", os.fspath(path))
+
+
+def describe_kind(mode: int) -> str:
+    """Return what a file is, by the mode that `os.stat` reports.
+
+    >>> describe_kind(stat.S_IFIFO)
+    'a named pipe'
+    """
+    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
+    return names.get(stat.S_IFMT(mode), "a device")
+
+
+def read_text(path: str | os.PathLike[str], max_bytes: int) -> str:
+    """Return the text of a regular file in UTF-8.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or has more than `max_bytes`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", os.fspath(path))
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see all of it or none of it, even if several processes write it."""
+    """Write a file so that readers see all of it or none of it, even if several processes write it.
+
+    Names of files that are not UTF-8 are written as the bytes that they are.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="surrogateescape")
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -45,4 +96,6 @@ def read_json(path: Path) -> Any:
 
 def read_lines(path: Path) -> list[str]:
     """Return a file's lines without the incomplete one that a killed process may have left; none if it is missing."""
-    return [line for line in path.read_text().split("\n")[:-1] if line] if path.exists() else []
+    if not path.exists():
+        return []
+    return [line for line in path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1] if line]

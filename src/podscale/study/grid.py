@@ -27,7 +27,6 @@ Nothing in it is executed, and all of it is checked before the first training st
 """
 
 import itertools
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from typing import Any
 
 from podscale import recipe as recipes
 from podscale.config.suggestions import suggest_names
+from podscale.config.toml import parse_toml
 from podscale.errors import UserError
 from podscale.recipe import SECTIONS, Recipe
 
@@ -81,10 +81,7 @@ def load_study(path: str | Path, changes: dict[str, Any] | None = None, seeds: S
     """
     path = Path(path)
     text = recipes.read_recipe_file(path, "study")
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"the study {path} is not valid TOML: {error}") from None
+    tables = parse_toml(text, f"the study {path}")
     for key in tables:
         if key not in KEYS:
             raise UserError(f"a study has no {key!r}: {suggest_names(key, KEYS)}")
