@@ -21,6 +21,7 @@ from podscale.data import decode
 from podscale.data.index.table import Strings, Table
 from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import UserError
+from podscale.storage.files import open_descriptor, open_regular
 
 THREADS = 16  # they mostly wait for the disk
 IMAGES_PER_TASK = 256
@@ -62,7 +63,7 @@ class Files:
             return self._read_range(int(descriptor), int(offsets[0]), length, sample)
         path = self._get_file_path(sample)
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size == length:
                     return file.read(length)
@@ -120,7 +121,7 @@ class Files:
             header = decode.read_header(io.BufferedReader(window, 4096), name, self.max_image_bytes)
             return (header.width, header.height), int(lengths[0])
         try:
-            with open(self._get_file_path(sample), "rb") as file:
+            with open_regular(self._get_file_path(sample)) as file:
                 header = decode.read_header(file, name, self.max_image_bytes)
                 return (header.width, header.height), os.fstat(file.fileno()).st_size
         except OSError as error:
@@ -205,11 +206,11 @@ def open_loose_files(paths: Sequence[str], max_image_bytes: int = MAX_IMAGE_BYTE
 def _open_container(path: str) -> int:
     try:
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return open_descriptor(path)
         except OSError as error:
             if error.errno != errno.EMFILE or not _raise_descriptor_limit():
                 raise
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return open_descriptor(path)
     except OSError as error:
         hint = "raise `ulimit -n`" if error.errno == errno.EMFILE else "check that it is there and readable"
         raise UserError(f"cannot open {path}: {error.strerror}; {hint}") from error

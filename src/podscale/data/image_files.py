@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from podscale.data import crop
 from podscale.data.bad_images import BadImages
-from podscale.data.index.containers.container import list_visible
+from podscale.data.index.containers.container import is_file, list_visible
 from podscale.data.index.containers.folder import EXTENSIONS
 from podscale.data.index.dataset import NO_IMAGES, Index, index_files
 from podscale.data.order import compute_eval_boxes
@@ -71,7 +71,7 @@ def _walk_images(folder: str) -> Iterator[str]:
         path = os.path.join(folder, entry.name)
         if entry.is_dir(follow_symlinks=False):
             yield from _walk_images(path)
-        elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+        elif entry.name.lower().endswith(SUFFIXES) and is_file(entry):
             yield path
 
 

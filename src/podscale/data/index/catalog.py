@@ -25,6 +25,7 @@ from podscale.data.index.containers.container import ContainerSamples, Format, L
 from podscale.data.index.table import SPLITS, Strings, Table, Tables
 from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import UserError
+from podscale.storage.files import read_text
 from podscale.storage.paths import require_local
 
 FORMATS: dict[str, Format] = {
@@ -35,6 +36,7 @@ FORMATS: dict[str, Format] = {
 }
 INDEX_FILE = ".podscale-index"
 JOURNAL_FILE = "prepare.json"  # written by `podscale.data.tools.target` in the folder that a data set is prepared in
+MAX_JOURNAL_BYTES = 2**28
 MIN_AGE_NS = 2 * 10**9  # file systems' clocks are coarse: data that changed just now may change again unnoticed
 
 
@@ -100,11 +102,11 @@ def list_samples(
 ) -> tuple[dict[str, Files], tuple[str, ...], list[tuple[str, str, str]]]:
     """List all samples without opening their images.
 
-    Containers that cannot be scanned are left out and reported.
+    Containers that cannot be scanned are left out and reported, and so are entries that are no files.
 
     Returns:
-        The files by split, which are not measured; the class names; and (split, path, error message) of every
-        container that was left out.
+        The files by split, which are not measured; the class names; and (split, path, message) of
+        everything that was left out.
     """
     _check_complete(root)
     form, listing, left_out = FORMATS[kind], FORMATS[kind].find(root), list[tuple[str, str, str]]()
@@ -133,6 +135,9 @@ def list_samples(
         classes, labels = resolve_labels(listing, lists)
     except UserError as error:
         raise (UserError(left_out[0][2]) if left_out else error) from None  # a container left out may be the cause
+    left_out += [
+        (split, path, message) for split in SPLITS for samples in lists[split] for path, message in samples.ignored
+    ]
     files = {
         split: _make_files(
             kind, root, _make_table(tuple(containers[split]), lists[split], labels[split]), max_image_bytes
@@ -145,9 +150,11 @@ def list_samples(
 def _check_complete(root: Path) -> None:
     """Refuse a folder that is only partly prepared; it would pass for a smaller data set."""
     try:
-        content = json.loads((root / JOURNAL_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = json.loads(read_text(root / JOURNAL_FILE, MAX_JOURNAL_BYTES))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return
+    except OSError as error:
+        raise UserError(f"cannot read {root / JOURNAL_FILE}: {error.strerror}; remove it if it is not yours") from None
     if isinstance(content, dict) and content.get("finished") is False:
         raise UserError(
             f"{root} is prepared only in part; repeat podscale data prepare, which goes on where it stopped"

@@ -27,6 +27,7 @@ from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.data.random import Stream, draw_uint32
 from podscale.errors import UserError
 from podscale.processes.host import measure_usable_memory
+from podscale.storage.files import open_regular
 from podscale.storage.paths import require_local
 
 
@@ -301,7 +302,7 @@ def _open_npz(path: str) -> Splits:
 
 def _load_npz_arrays(file: Path) -> dict[str, NDArray]:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             archive = np.load(stream, allow_pickle=False)
             if isinstance(archive, np.ndarray):
                 raise ValueError("one bare array")

@@ -1,4 +1,4 @@
-"""The table of a data set: position, image size and class of every sample. One file, memory-mapped.
+"""The table of a data set: position, image size and class of every sample. One file.
 
 A million samples are a few arrays, never a million Python objects. The format of the file is
 
@@ -8,11 +8,12 @@ A million samples are a few arrays, never a million Python objects. The format o
 
 with everything after the header little-endian and aligned to 64 bytes. The header holds the number of samples and no
 positions of arrays, so it has no offset that could be wrong. `load_tables` accepts a file only if it is intact: its
-length, the sum of its 64-bit words and the range of every number must be right.
+length, the sum of its 64-bit words, their CRC-32 (which older files lack) and the range of every number must be right.
+It reads the whole file into memory first: a mapped file could change after it was checked, and a process that reads a
+mapped file which another one has truncated is killed.
 """
 
 import json
-import mmap
 import os
 import tempfile
 import zlib
@@ -24,6 +25,8 @@ from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from podscale.storage.files import open_regular
 
 MAGIC = b"podscale-index\x00\x01"  # the last byte is the version of the format and of the scan's result
 SPLITS = ("train", "val")
@@ -124,7 +127,7 @@ class Tables:
 
 
 def save_tables(path: Path, tables: Tables) -> None:
-    """Write the file atomically; a process that has the old file mapped keeps it."""
+    """Write the file atomically."""
     splits = {split: getattr(tables, split) for split in SPLITS}
     arrays = [array for table in splits.values() for array in _list_arrays(table)]
     header = {
@@ -133,6 +136,7 @@ def save_tables(path: Path, tables: Tables) -> None:
         "classes": tables.classes,
         "splits": {split: _describe_split(table) for split, table in splits.items()},
         "sum": sum(_sum_words(array) for array in arrays) % 2**64,
+        "crc": _compute_crc(arrays),
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,15 +178,22 @@ def _sum_words(array: NDArray) -> int:
     return (int(np.add.reduce(flat[:whole].view("<u8"), dtype=np.uint64)) + tail) % 2**64
 
 
+def _compute_crc(arrays: Iterable[NDArray]) -> int:
+    crc = 0
+    for array in arrays:
+        crc = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc)
+    return crc
+
+
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
 def load_tables(path: Path) -> Tables | None:
-    """Map the tables in a file; None if there is no file, or if it is not exactly as `save_tables` writes it."""
+    """Read the tables in a file; None if there is no file, or if it is not exactly as `save_tables` writes it."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header, start = _read_header(file)
-            return _map_tables(file, header, start)
+            return _read_tables(file, header, start)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
@@ -200,7 +211,7 @@ def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     return json.loads(text), _PREFIX + length
 
 
-def _map_tables(file: IO[bytes], header: dict[str, Any], start: int) -> Tables:
+def _read_tables(file: IO[bytes], header: dict[str, Any], start: int) -> Tables:
     layouts = {split: _list_layout(header["splits"][split]) for split in SPLITS}
     at = first = start + -start % ALIGN
     positions: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
@@ -212,20 +223,26 @@ def _map_tables(file: IO[bytes], header: dict[str, Any], start: int) -> Tables:
             at += -at % ALIGN
     if at != os.fstat(file.fileno()).st_size:
         raise ValueError("a length that does not fit the header")
-    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if _sum_words(np.frombuffer(data, np.uint8, offset=first)) != header["sum"]:
+    file.seek(first)
+    data = np.frombuffer(file.read(at - first), np.uint8)  # read-only
+    if len(data) != at - first or _sum_words(data) != header["sum"]:
+        raise ValueError("damaged arrays")
+    arrays = {
+        split: [_view_array(data, at - first, kind, shape) for at, kind, shape in positions[split]] for split in SPLITS
+    }
+    if header.get("crc") not in (None, _compute_crc(array for split in SPLITS for array in arrays[split])):
         raise ValueError("damaged arrays")
     classes = _check_strings(header["classes"])
     tables = {
-        split: _make_table(
-            [np.frombuffer(data, kind, _multiply(shape), at).reshape(shape) for at, kind, shape in positions[split]],
-            _check_strings(header["splits"][split]["places"]),
-            len(classes),
-        )
+        split: _make_table(arrays[split], _check_strings(header["splits"][split]["places"]), len(classes))
         for split in SPLITS
     }
     kind, fingerprint = _check_strings([header["kind"], header["fingerprint"]])
     return Tables(kind, fingerprint, classes, **tables)
+
+
+def _view_array(data: NDArray[np.uint8], start: int, kind: str, shape: tuple[int, ...]) -> NDArray:
+    return np.frombuffer(data, kind, _multiply(shape), start).reshape(shape)
 
 
 def _list_layout(split: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:

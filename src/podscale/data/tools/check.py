@@ -2,7 +2,8 @@
 
 The kinds of problems are:
 
-- `unreadable`: a class folder or a shard that cannot be scanned; nothing in it was checked;
+- `unreadable`: a class folder or a shard that cannot be scanned, of which nothing was checked; or an entry of a class
+  folder that is named like an image but is no file, which every tool ignores;
 - `empty`, `corrupt`: no bytes, or bytes that no decoder turns into a whole image;
 - `huge`: an image that takes more memory than allowed, or too many scans (`podscale.data.limits`);
 - `mislabelled`: the extension of the name does not match the format of the content;
@@ -32,6 +33,7 @@ from podscale.data.index import catalog
 from podscale.data.index.table import SPLITS
 from podscale.errors import UserError
 from podscale.processes.host import count_usable_cores
+from podscale.storage.files import open_regular
 
 IMAGES_PER_TASK = 16
 DIGEST_BYTES = 16
@@ -132,7 +134,7 @@ def _read_sample(files: Files, sample: int, name: str) -> bytes:
     if files.packed:
         return files.read(sample)
     try:
-        with open(name, "rb") as file:
+        with open_regular(name) as file:
             if os.fstat(file.fileno()).st_size > MAX_BYTES:
                 raise UserError(f"cannot read {name}: it has more than {MAX_BYTES} bytes; replace or remove it")
             return file.read()

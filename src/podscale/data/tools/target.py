@@ -20,7 +20,7 @@ from podscale.data.index import catalog
 from podscale.data.index.table import SPLITS
 from podscale.data.tools.shards import Shard, explain_write_errors
 from podscale.errors import UserError
-from podscale.storage.files import write_atomically
+from podscale.storage.files import read_text, write_atomically
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,18 @@ class Target:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; name a folder to prepare into")
         path = folder / catalog.JOURNAL_FILE
-        if not path.exists():
+        if not os.path.lexists(path):
             if folder.exists() and any(entry.suffix != ".part" for entry in folder.iterdir()):
                 raise UserError(f"{folder} is not empty and holds nothing that was prepared; name another folder")
             return cls(folder, settings)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path, catalog.MAX_JOURNAL_BYTES))
             before = Settings(**content["settings"])
             shards = {split: [dict(_check_shard(shard)) for shard in content["shards"][split]] for split in SPLITS}
             target = cls(folder, before, str(content["source"]), shards, bool(content["finished"]))
-        except (ValueError, TypeError, KeyError, AttributeError, UserError):
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; remove it, or name another folder") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError):
             raise UserError(f"{path} is damaged; remove the folder {folder} and prepare it again") from None
         if before != settings:
             differences = ", ".join(_describe_differences(before, settings))

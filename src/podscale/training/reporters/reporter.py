@@ -150,7 +150,7 @@ class Reporter:
         new = [message for message in messages if message not in reported]
         for message in new:
             self.console.print(f"warning: {message}", style="bold red", markup=False, highlight=False)
-        with self.warn_on(OSError), path.open("a", encoding="utf-8") as file:
+        with self.warn_on(OSError), path.open("a", encoding="utf-8", errors="surrogateescape") as file:
             file.writelines(f"{message}\n" for message in new)
 
     def report_stragglers(self, step: int, stragglers: list[Straggler]) -> None:

@@ -5,6 +5,7 @@ returns the samples of one container as `ContainerSamples`. Nothing read here is
 against the file before it is used to read anything, and every loop advances by at least one byte.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -19,8 +20,10 @@ from numpy.typing import NDArray
 
 from podscale.data.index.table import SPLITS, Strings
 from podscale.errors import UserError
+from podscale.storage.files import describe_kind, open_descriptor, read_text
 
 MAX_CLASSES = 2**20
+MAX_CLASS_LIST_BYTES = 2**28
 CLASSES_FILE = "classes.txt"
 SPLIT_NAMES = {"train": ("train",), "val": ("validation", "val", "test")}
 
@@ -60,6 +63,7 @@ class ContainerSamples:
         class_names: class names that occur in this container.
         label_names: names of some or all numbers in `labels`.
         classes: names of labels 0, 1, ... if the container has such a list.
+        ignored: (path, message) of entries that are named like images but are no files.
     """
 
     offsets: NDArray[np.int64]
@@ -69,6 +73,7 @@ class ContainerSamples:
     class_names: tuple[str, ...] = ()
     label_names: dict[int, str] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
+    ignored: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Reader:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = open_descriptor(path)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}; check that it is there and readable") from error
         self.size = os.fstat(self._descriptor).st_size
@@ -141,6 +146,34 @@ def list_visible(folder: Path) -> list[os.DirEntry[str]]:
         raise UserError(f"cannot list the folder {folder}: {error.strerror}; check its permissions") from error
 
 
+def is_file(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a regular file or a link to one; a link to itself is neither a file nor a folder."""
+    return _follow_link(entry.is_file, entry.path)
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one."""
+    return _follow_link(entry.is_dir, entry.path)
+
+
+def _follow_link(ask: Callable[[], bool], path: str) -> bool:
+    try:
+        return ask()
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return False
+        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+
+
+def describe_entry(entry: os.DirEntry[str]) -> str:
+    """Return a sentence about an entry that is no file."""
+    try:
+        kind = describe_kind(os.stat(entry.path).st_mode)
+    except OSError:
+        kind = "a link that leads to nothing"
+    return f"{entry.path} is {kind}, not a file, and is ignored; replace or remove it"
+
+
 def find_shards(root: Path, is_shard: Callable[[str], bool], layout: str) -> Listing:
     """List the shards of both splits: in folders named after the splits, or files whose names start with those names.
 
@@ -152,13 +185,13 @@ def find_shards(root: Path, is_shard: Callable[[str], bool], layout: str) -> Lis
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; data.path must hold {layout}")
     entries = list_visible(root)
-    folders = {entry.name for entry in entries if entry.is_dir()}
-    files = sorted(entry.name for entry in entries if is_shard(entry.name) and entry.is_file())
+    folders = {entry.name for entry in entries if is_folder(entry)}
+    files = sorted(entry.name for entry in entries if is_shard(entry.name) and is_file(entry))
     paths, descriptions = {}, {}
     for split, names in SPLIT_NAMES.items():
         for name in names:
             inside = list_visible(root / name) if name in folders else []
-            shards = sorted(f"{name}/{entry.name}" for entry in inside if is_shard(entry.name) and entry.is_file())
+            shards = sorted(f"{name}/{entry.name}" for entry in inside if is_shard(entry.name) and is_file(entry))
             shards = shards or [file for file in files if file.startswith(name)]
             if shards:
                 paths[split], descriptions[split] = tuple(shards), f"the {name} shards of {root}"
@@ -201,11 +234,12 @@ def compute_digest(states: object) -> str:
 def _read_class_list(path: Path) -> tuple[str, ...]:
     """Return the class names that a file lists, one per line; none if there is no file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_CLASS_LIST_BYTES)
     except FileNotFoundError:
         return ()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}; it must list the classes, one a line, in UTF-8") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read {path}: {why}; it must list the classes, one a line, in UTF-8") from error
     return parse_class_names(text)
 
 

@@ -13,6 +13,9 @@ from podscale.data.index.containers.container import (
     Format,
     Listing,
     compute_digest,
+    describe_entry,
+    is_file,
+    is_folder,
     list_visible,
     stat_file,
 )
@@ -44,7 +47,7 @@ def find(root: Path) -> Listing:
             raise UserError(f"{root} has no folder {split}; it must hold {LAYOUT}")
     paths, changed = {}, {}
     for split in SPLITS:
-        folders = sorted(entry.name for entry in list_visible(root / split) if entry.is_dir())
+        folders = sorted(entry.name for entry in list_visible(root / split) if is_folder(entry))
         if not folders:
             raise UserError(f"{root / split} has no class folders; images belong in {root / split}/CLASS/FILE")
         paths[split] = tuple(f"{split}/{name}" for name in folders)
@@ -61,7 +64,7 @@ def _make_listing(
 
 def find_unsplit_classes(root: Path) -> list[str]:
     """Return the class folders of a folder without splits; empty unless there are two or more and all hold images."""
-    folders = sorted(entry.name for entry in list_visible(root) if entry.is_dir())
+    folders = sorted(entry.name for entry in list_visible(root) if is_folder(entry))
     if len(folders) < 2 or {"train", "val", "validation", "test"} & set(folders):
         return []
     return folders if all(_has_images(root / name) for name in folders) else []
@@ -75,8 +78,9 @@ def scan(folder: str) -> ContainerSamples:
     """List the images of a class folder, sorted by name; their sizes are measured later."""
     split = next((split for split in ("val", "train") if folder.endswith(UNSPLIT[split])), "")
     folder = os.path.normpath(folder)
-    entries = list_visible(Path(folder))
-    names = sorted(entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS) and entry.is_file())
+    entries = [entry for entry in list_visible(Path(folder)) if entry.name.lower().endswith(EXTENSIONS)]
+    names = sorted(entry.name for entry in entries if is_file(entry))
+    others = sorted((entry.path, describe_entry(entry)) for entry in entries if not is_file(entry))
     if split and len(names) < 2:
         raise UserError(f"the class folder {folder} holds {len(names)} image; it takes two to train and validate")
     if split:
@@ -85,7 +89,14 @@ def scan(folder: str) -> ContainerSamples:
         kinds = " ".join(EXTENSIONS)
         raise UserError(f"the class folder {folder} holds no images ({kinds}); add some or remove it")
     zeros = np.zeros(len(names), np.int64)
-    return ContainerSamples(zeros, zeros, zeros, Strings.from_names(names), class_names=(os.path.basename(folder),))
+    return ContainerSamples(
+        zeros,
+        zeros,
+        zeros,
+        Strings.from_names(names),
+        class_names=(os.path.basename(folder),),
+        ignored=() if split == "val" else tuple(others),  # once, of a folder that both splits share
+    )
 
 
 FORMAT = Format(find, scan, packed=False)

@@ -14,9 +14,10 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from podscale.data.index.containers.container import list_visible, parse_class_names
+from podscale.data.index.containers.container import MAX_CLASS_LIST_BYTES, list_visible, parse_class_names
 from podscale.data.index.table import SPLITS
 from podscale.errors import UserError
+from podscale.storage.files import open_regular, read_text
 
 SIDE = 32  # pixels of a side of CIFAR's images
 MAX_IDX_BYTES = 2**32
@@ -72,7 +73,11 @@ def read_cifar(root: Path) -> ArrayDataSet:
 
 
 def _read_records(path: Path, length: int) -> NDArray[np.uint8]:
-    data = np.fromfile(path, np.uint8)
+    try:
+        with open_regular(path) as file:
+            data = np.frombuffer(file.read(), np.uint8)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; download it again") from error
     if not len(data) or len(data) % length:
         raise UserError(f"{path} has {len(data)} bytes, no whole number of records of {length}; download it again")
     return data.reshape(-1, length)
@@ -81,7 +86,7 @@ def _read_records(path: Path, length: int) -> NDArray[np.uint8]:
 def _read_class_names(path: Path, classes: int) -> tuple[str, ...]:
     """Return the names in a file if it lists as many as there are classes; otherwise numbers."""
     try:
-        names = tuple(name for name in parse_class_names(path.read_text(encoding="utf-8")) if name)
+        names = tuple(name for name in parse_class_names(read_text(path, MAX_CLASS_LIST_BYTES)) if name)
     except (OSError, UnicodeDecodeError):
         names = ()
     return names if len(names) == classes else tuple(map(str, range(classes)))
@@ -123,8 +128,8 @@ def read_mnist(root: Path) -> ArrayDataSet:
 def _read_idx(path: Path, rank: int) -> NDArray[np.uint8]:
     """Read an idx file of bytes: two zeros, 8 (the type: bytes), the rank, each dimension in 4 bytes, the values."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return _read_idx_values(path, file, rank)
+        with open_regular(path) as file:
+            return _read_idx_values(path, gzip.open(file) if path.suffix == ".gz" else file, rank)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}; download it again") from error
 
