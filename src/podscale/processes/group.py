@@ -37,7 +37,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
         info = schedulers.make_process_info(coordinator, processes, process)
     else:
         info = schedulers.detect_process_info()
-    if info is None:
+    if info is None or info.processes == 1:  # JAX's runtime would ignore SIGTERM from here on
         return
     if heartbeat_s < 1:
         raise UserError(f"pod.heartbeat_s must be 1 or more, not {heartbeat_s:g}")

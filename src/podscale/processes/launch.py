@@ -1,8 +1,8 @@
 """Launch a command as several processes on this machine, which find each other over loopback.
 
 The main process prints; the output of each other process goes to a file, whose end is printed if that process is why
-the command failed. Signals are forwarded. If a process dies, the others are ended too, and the message names it. With
-restarts, the same command is then started again, and resumes from its last checkpoint.
+the command failed. Signals are forwarded, whenever they arrive. If a process dies, the others are ended too, and the
+message names it. With restarts, the same command is then started again, and resumes from its last checkpoint.
 """
 
 import ctypes
@@ -77,14 +77,17 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
     if restarts < 0:
         raise UserError(f"--restarts takes a number from 0 up, not {restarts}")
     gpus = _assign_gpus(command, processes)
-    with _open_log_folder(logs) as folder, _SignalForwarding() as forwarding:
+    with _open_log_folder(logs) as folder, StopSignals() as signals:
         for left in range(restarts, -1, -1):
-            group = ProcessGroup(command, processes, gpus, folder)
-            forwarding.group = group
+            group = ProcessGroup(command, processes, gpus, folder, signals)
             ending = group.wait()
             if ending.code == 0:
                 return 0
-            again = left > 0 and ending.code not in FINAL_CODES and not forwarding.stop_requested
+            if signals.explain(ending):
+                advice = "; the same command goes on from the last checkpoint, if there is one"
+                _report(f"stopped as asked{advice if command[0] == 'train' else ''}")
+                return signals.code
+            again = left > 0 and ending.code not in FINAL_CODES and not signals.received
             _report(f"{ending.describe()}{f'; starting again ({restarts - left + 1} of {restarts})' if again else ''}")
             if not again:
                 break
@@ -93,16 +96,53 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
     return ending.code
 
 
-class ProcessGroup:
-    """The processes of one attempt."""
+class StopSignals:
+    """The signals that asked this process to stop, inside a `with` block.
 
-    def __init__(self, command: list[str], processes: int, gpus: list[str | None], folder: Path) -> None:
-        self._folder = folder
+    They are only noted when they arrive, which may be before the processes that they are forwarded to have started, or
+    between two attempts. The attempt that starts next forwards all of them.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    @property
+    def code(self) -> int:
+        """The exit code of a command that was stopped."""
+        return INTERRUPTED if signal.SIGINT in self.received else PREEMPTED
+
+    def explain(self, ending: ProcessExit) -> bool:
+        """Return whether a process ended like this because it was asked to stop before it could handle the signal."""
+        was_starting = ending.status == 1 and signal.SIGINT in self.received  # Python's own start, which has no handler
+        return bool(self.received) and (ending.status < 0 or was_starting)
+
+    def __enter__(self) -> "StopSignals":
+        self._previous = {number: signal.signal(number, self._note) for number in FORWARDED_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+class ProcessGroup:
+    """The processes of one attempt; no more are started once a signal has asked to stop."""
+
+    def __init__(
+        self, command: list[str], processes: int, gpus: list[str | None], folder: Path, signals: StopSignals
+    ) -> None:
+        self._folder, self._signals, self._saves = folder, signals, command[0] == "train"
         join = ["--coordinator", f"{schedulers.LOOPBACK}:{_find_free_port()}", "--processes", str(processes)]
         self._members: list[subprocess.Popen[bytes]] = []
         for number in range(processes):
             member = [sys.executable, "-P", "-m", "podscale", *command, *join, "--process", str(number)]
             self._members.append(self._start(number, member, gpus[number]))
+            if signals.received:
+                self._kill()  # they have not joined each other, so that there is nothing to save
+                break
 
     def _start(self, number: int, command: list[str], gpus: str | None) -> "subprocess.Popen[bytes]":
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
@@ -120,8 +160,13 @@ class ProcessGroup:
 
     def wait(self) -> ProcessExit:
         """Wait for all processes, and return the first exit that was not a success, or else the last success."""
-        first, deadline = None, None
+        first, deadline, forwarded = None, None, 0
         while True:
+            for number in self._signals.received[forwarded:]:
+                self._send_signal(number)
+                forwarded += 1
+                if not self._saves:  # JAX's runtime ignores SIGTERM for the sake of commands that save first
+                    deadline = deadline or time.monotonic() + GRACE_S
             ended = [ProcessExit(i, m.returncode) for i, m in enumerate(self._members) if m.poll() is not None]
             if len(ended) == len(self._members):
                 return first or next((ending for ending in ended if ending.status), ended[-1])
@@ -134,12 +179,6 @@ class ProcessGroup:
             if deadline is not None and time.monotonic() > deadline:
                 self._kill()
             time.sleep(POLL_S)
-
-    def forward_signal(self, number: int) -> None:
-        """Send a signal to all processes that are alive."""
-        for member in self._members:
-            if member.poll() is None:
-                member.send_signal(number)
 
     def is_reported_by_main(self, ending: ProcessExit) -> bool:
         """Return whether the main process has printed why: it failed itself, or met the same mistake of the user's."""
@@ -154,34 +193,18 @@ class ProcessGroup:
     def _get_log_path(self, number: int) -> Path:
         return self._folder / f"process-{number}.log"
 
+    def _send_signal(self, number: int) -> None:
+        for member in self._members:
+            if member.poll() is None:
+                member.send_signal(number)
+
     def _kill(self) -> None:
-        self.forward_signal(signal.SIGKILL)  # a stopped process reacts to no other signal
+        self._send_signal(signal.SIGKILL)  # a stopped process reacts to no other signal
 
 
 def _find_cause(failed: list[ProcessExit]) -> ProcessExit:
     """Of several failures seen at once, return the one that caused the others: a signal comes before an exit code."""
     return min(failed, key=lambda ending: (ending.status >= 0, ending.code == PEER_LOST, ending.process))
-
-
-class _SignalForwarding:
-    """Forwards signals to the processes inside a `with` block."""
-
-    def __init__(self) -> None:
-        self.group: ProcessGroup | None = None
-        self.stop_requested = False
-
-    def __enter__(self) -> "_SignalForwarding":
-        self._previous = {number: signal.signal(number, self._forward) for number in FORWARDED_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.stop_requested = True
-        if self.group:
-            self.group.forward_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 @contextmanager
