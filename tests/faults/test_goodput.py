@@ -49,7 +49,50 @@ def test_work_after_the_checkpoint_that_a_run_resumes_from_is_lost(tmp_path):
     phases = third.sum_phases({"train": 7.0})
     assert phases == {"train": 40.0 + 60.0 + 7.0, "compile": 10.0, LOST: 40.0, DOWN: 10.0 + 40.0}
     assert sum(phases.values()) == 207.0
-    assert third.compute_goodput({"train": 7.0}, now=207.0) == pytest.approx(107 / 207)
+    assert third.compute_goodput({"train": 7.0}) == pytest.approx(107 / 207)
+
+
+BOOT = "6f3c0f2e"  # of one machine, for which it identifies its boot
+
+
+@pytest.mark.parametrize("jump_s", [-1.7e9, -3600.0, 3600.0, 3e9])
+@pytest.mark.parametrize("moment", ["before the checkpoint", "after the checkpoint", "between sessions"])
+def test_a_clock_that_is_set_changes_no_sum_on_the_same_boot(tmp_path, jump_s, moment):
+    start_s = 1.8e9  # of the session's 100 s, the last 10 s are lost; the machine then does other things for 20 s
+    clock = {when: start_s + seconds for when, seconds in (("note", 90.0), ("write", 100.0), ("resume", 120.0))}
+    jumped = {"before the checkpoint": 3, "after the checkpoint": 2, "between sessions": 1}[moment]
+    clock |= {when: clock[when] + jump_s for when in list(clock)[-jumped:]}
+    first = History(tmp_path, start_s, resumed=0, boot=(BOOT, 50.0))
+    first.record(10, {"compile": 30.0, "train": 60.0}, at=clock["note"])
+    (tmp_path / "metrics.jsonl").touch()
+    os.utime(tmp_path / "metrics.jsonl", (clock["write"], clock["write"]))
+    second = History(tmp_path, clock["resume"], resumed=10, boot=(BOOT, 170.0))
+    phases = second.sum_phases({"train": 80.0})
+    assert phases[LOST] + phases[DOWN] == pytest.approx(30.0)
+    assert min(phases.values()) >= 0
+    assert sum(phases.values()) == pytest.approx(200.0)
+    assert second.compute_goodput({"train": 80.0}) == pytest.approx(140 / 200)
+
+
+@pytest.mark.parametrize("jump_s", [-1.7e9, -100.0, 100.0, 3e9])
+def test_goodput_stays_between_0_and_1_where_a_clock_is_set_over_a_boot(tmp_path, jump_s):
+    first = History(tmp_path, 1.8e9, resumed=0, boot=(BOOT, 50.0))
+    first.record(10, {"compile": 30.0, "train": 60.0}, at=1.8e9 + 90)
+    second = History(tmp_path, 1.8e9 + 120 + jump_s, resumed=10, boot=("another", 5.0))
+    phases = second.sum_phases({"train": 80.0})
+    assert min(phases.values()) >= 0
+    assert phases["train"] == 140.0
+    assert 0 <= second.compute_goodput({"train": 80.0}) <= 140 / 170
+
+
+def test_a_ledger_without_boots_is_continued(tmp_path):
+    """As earlier versions wrote it, also after a clock that was set back."""
+    note = {"step": 10, "at": 90.0, "parts": {"train": 60.0, "compile": 30.0}}
+    entry = {"began": 1000.0, "resumed": 0, "notes": [note], "ended": 0.0}
+    (tmp_path / "ledger.json").write_text(json.dumps([entry]))
+    second = History(tmp_path, began=500.0, resumed=10, boot=(BOOT, 5.0))
+    assert second.sum_phases({"train": 10.0}) == {"train": 70.0, "compile": 30.0, LOST: 0.0, DOWN: 0.0}
+    assert second.compute_goodput({"train": 10.0}) == pytest.approx(0.7)
 
 
 def test_a_run_that_starts_from_scratch_has_no_past(tmp_path):

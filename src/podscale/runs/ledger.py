@@ -4,9 +4,14 @@ A session is one process's time on a run, from its start to its end or failure. 
 `ledger.json` how many seconds each phase has taken so far. A run that resumes from a checkpoint computes from that file
 what the session before it lost: everything after the checkpoint's note. From the start of the first session to now,
 every second is counted once.
+
+Clocks may be set while a run lasts. Within a session all times are monotonic. From the start of one session to that of
+the next, the machine's time since its boot counts if both ran on it; between machines, or over a boot, the time of day,
+and never less than what the session itself measured. So no part is negative, and goodput is between 0 and 1.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +23,7 @@ from typing import Any
 from podscale.storage.files import write_atomically
 
 TRAINING, LOST, DOWN = "train", "lost work", "between sessions"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,18 @@ class Session:
     resumed: int  # the step it resumed from
     notes: list[Note] = field(default_factory=list)
     ended: float = 0.0  # as far as the next session could see
+    boot: str = ""  # identifies the boot of the machine that it ran on; empty: not known
+    boot_s: float = 0.0  # seconds from that boot to its start
+
+    def measure_notes(self, limit: float = math.inf) -> float:
+        """Return seconds from its start to its last note up to a step: phases sum to the wall time."""
+        return max((sum(note.parts.values()) for note in self.notes if note.step <= limit), default=0.0)
+
+    def measure_until(self, later: "Session") -> float:
+        """Return seconds from its start to a later session's."""
+        is_same_boot = self.boot != "" and self.boot == later.boot
+        gap_s = later.boot_s - self.boot_s if is_same_boot else later.began - self.began
+        return max(gap_s, self.measure_notes())
 
 
 class History:
@@ -46,6 +64,7 @@ class History:
         folder: the run's.
         began: when the current session started, in seconds since 1970.
         resumed: the step it resumed from; 0: the run starts from scratch and has no earlier sessions.
+        boot: the machine's boot and seconds from it to the session's start; see `read_boot_clock`.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -55,18 +74,16 @@ class History:
     >>> second = History(folder, began=1060.0, resumed=10)
     >>> second.sum_phases({"compile": 15.0, "train": 25.0})
     {'compile': 35.0, 'train': 55.0, 'lost work': 7.0, 'between sessions': 3.0}
-    >>> second.compute_goodput({"compile": 15.0, "train": 25.0}, now=1100.0)
+    >>> second.compute_goodput({"compile": 15.0, "train": 25.0})
     0.55
     """
 
-    def __init__(self, folder: Path, began: float, resumed: int) -> None:
+    def __init__(self, folder: Path, began: float, resumed: int, boot: tuple[str, float] = ("", 0.0)) -> None:
         self._path = folder / "ledger.json"
         self._sessions = _read_sessions(self._path) if resumed else []
         if self._sessions:
-            last = self._sessions[-1]
-            last_note = last.notes[-1].at if last.notes else last.began
-            last.ended = min(max(last_note, _get_last_write_time(folder)), began)
-        self._sessions.append(Session(began, resumed))
+            self._sessions[-1].ended = _get_last_write_time(folder)
+        self._sessions.append(Session(began, resumed, [], 0.0, *boot))
         self._past_phases = _sum_past_sessions(self._sessions)
 
     def record(self, step: int, phases: dict[str, float], at: float | None = None) -> None:
@@ -84,10 +101,10 @@ class History:
         """Return seconds per phase over all sessions; `phases` are the current one's."""
         return _add(phases, self._past_phases)
 
-    def compute_goodput(self, phases: dict[str, float], now: float | None = None) -> float:
+    def compute_goodput(self, phases: dict[str, float]) -> float:
         """Return the share of the time since the first session's start that went into training which counted."""
-        wall = (time.time() if now is None else now) - self._sessions[0].began
-        return self.sum_phases(phases).get(TRAINING, 0.0) / max(wall, 1e-9)
+        total = self.sum_phases(phases)
+        return total.get(TRAINING, 0.0) / max(sum(total.values()), 1e-9)
 
 
 def read_phase_seconds(folder: Path) -> tuple[int, dict[str, float]]:
@@ -112,9 +129,10 @@ def _sum_past_sessions(sessions: list[Session]) -> dict[str, float]:
     for i, session in enumerate(sessions[:-1]):
         resumed = min(later.resumed for later in sessions[i + 1 :])  # no later session used anything beyond it
         counted = [note for note in session.notes if note.step <= resumed]
-        last = counted[-1] if counted else Note(0, session.began, {})
-        lost_s, down_s = session.ended - last.at, sessions[i + 1].began - session.ended
-        total = _add(_add(total, last.parts), {LOST: max(lost_s, 0.0), DOWN: max(down_s, 0.0)})
+        whole_s = session.measure_until(sessions[i + 1])
+        lasted_s = min(max(session.ended - session.began, session.measure_notes()), whole_s)
+        lost = {LOST: lasted_s - session.measure_notes(resumed), DOWN: whole_s - lasted_s}
+        total = _add(_add(total, counted[-1].parts if counted else {}), lost)
     return total
 
 
@@ -131,18 +149,36 @@ def _read_sessions(path: Path) -> list[Session]:
     try:
         entries: list[dict[str, Any]] = json.loads(path.read_text())
         return [
-            Session(entry["began"], entry["resumed"], [Note(**note) for note in entry["notes"]], entry["ended"])
+            Session(
+                entry["began"],
+                entry["resumed"],
+                [Note(**note) for note in entry["notes"]],
+                entry["ended"],
+                entry.get("boot", ""),
+                entry.get("boot_s", 0.0),
+            )
             for entry in entries
         ]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 
 
+def read_boot_clock() -> tuple[str, float]:
+    """Return what identifies this boot of the machine, and seconds since it; ("", 0.0) where that is not known.
+
+    Unlike the time of day, this time cannot be set, and all processes of the machine share it.
+    """
+    try:
+        return BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):
+        return "", 0.0
+
+
 class PhaseTimer:
     """Measures seconds per phase of the work."""
 
     def __init__(self) -> None:
-        self.start, self.start_time = time.perf_counter(), time.time()
+        self.start, self.start_time, self.start_boot = time.perf_counter(), time.time(), read_boot_clock()
         self.seconds: dict[str, float] = {}
         self._phase, self._counted_until = "", self.start
 

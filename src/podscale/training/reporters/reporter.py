@@ -69,7 +69,7 @@ class Reporter:
         self._journal: Journal | None = None
         self._display: Display | None = None
         self._warned_at: dict[str, float] = {}  # by problem
-        self._history = History(run.folder, ledger.start_time, start)
+        self._history = History(run.folder, ledger.start_time, start, ledger.start_boot)
         self._logged_phases = dict[str, float]()  # seconds per phase up to the last logged call
         self._pages = Background()
         self._callbacks, self._track, self._trackers = callbacks, track, list[Tracker]()
