@@ -4,11 +4,12 @@ JAX's runtime notices a process that dies. One that is alive but makes no progre
 disk that is gone) leaves all others waiting in their next collective for ever. So each process has a thread that
 watches the training loop. When the loop has made no progress for too long, the thread writes the stacks of all threads
 of its process, names the process that is furthest behind, and exits with a code after which a launcher starts the run
-again.
+again. Which process that is does not depend on the hosts' clocks, which may differ or be set.
 """
 
 import faulthandler
 import json
+import math
 import os
 import sys
 import threading
@@ -38,6 +39,7 @@ class Watchdog:
     def __init__(self, timeout_s: float, folder: Path) -> None:
         self._timeout_s, self._folder = timeout_s, folder
         self._progress: tuple[int, str, float] = (0, "start", time.monotonic())
+        self._beats = Beats(timeout_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="podscale-watchdog", daemon=True)
 
@@ -59,7 +61,9 @@ class Watchdog:
         while not self._stopped.wait(min(self._timeout_s / CHECKS_PER_TIMEOUT, MAX_INTERVAL_S)):
             step, part, since = self._progress
             still_s = time.monotonic() - since
-            _publish({"step": step, "part": part, "still_s": still_s, "at": time.time()})
+            _publish({"step": step, "part": part, "still_s": still_s})
+            if still_s > self._timeout_s / 2:
+                self._beats.update(_read_beats(), time.monotonic())
             if still_s > self._timeout_s or _is_peer_stuck():
                 self._exit(step, part, still_s)
 
@@ -67,11 +71,10 @@ class Watchdog:
         number = jax.process_index()
         _publish_stuck()
         text = f"stuck for {still_s:.0f} s after step {step:,} ({part})"
-        culprit = _find_furthest_behind(self._timeout_s)
-        if culprit is not None:
-            text += (
-                f"; waiting for {culprit}" if culprit != f"process {number}" else "; it is this process that is behind"
-            )
+        if jax.process_count() > 1:
+            self._beats.update(_read_beats(), time.monotonic())
+            culprit = self._beats.find_furthest_behind(jax.process_count())
+            text += f"; waiting for process {culprit}" if culprit != number else "; it is this process that is behind"
         path = self._folder / f"stuck-{number}.txt"
         try:
             with path.open("w") as file:
@@ -106,17 +109,41 @@ def _is_peer_stuck() -> bool:
         return False
 
 
-def _find_furthest_behind(timeout_s: float) -> str | None:
-    """Return the process that no longer reports; else the one with the fewest updates, or the oldest progress."""
+def _read_beats() -> dict[int, str]:
+    """Return the last beat of each process, as it was published."""
     client = get_key_value_store()
     if client is None:
-        return None
-    beats = {key.rpartition("/")[2]: json.loads(text) for key, text in client.key_value_dir_get("podscale/beat")}
-    no_beat = {"step": 0, "at": 0.0, "still_s": 0.0}
-    silent_since = time.time() - timeout_s / 2
+        return {}
+    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get("podscale/beat")}
 
-    def rank(process: int) -> tuple[bool, int, float]:
-        beat = beats.get(str(process), no_beat)
-        return beat["at"] > silent_since, beat["step"], beat["at"] - beat["still_s"]
 
-    return f"process {min(range(jax.process_count()), key=rank)}"
+class Beats:
+    """The last beats of all processes, and when each changed by this process's own clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._silence_s = timeout_s / 4  # two beats or more
+        self._last: dict[int, tuple[str, float]] = {}
+
+    def update(self, beats: dict[int, str], now: float) -> None:
+        """Record the beats that are published at the monotonic time `now`."""
+        for process, text in beats.items():
+            if self._last.get(process, ("", 0.0))[0] != text:
+                self._last[process] = (text, now)
+        self._now = now
+
+    def find_furthest_behind(self, processes: int) -> int:
+        """Return the process that no longer beats; else the one with the fewest updates, or the longest stillness.
+
+        >>> beats = Beats(timeout_s=8.0)
+        >>> beats.update({0: '{"step": 7, "still_s": 4.0}', 1: '{"step": 7, "still_s": 1.0}'}, now=100.0)
+        >>> beats.update({0: '{"step": 7, "still_s": 7.0}', 1: '{"step": 7, "still_s": 1.0}'}, now=103.0)
+        >>> beats.find_furthest_behind(2)
+        1
+        """
+
+        def rank(process: int) -> tuple[bool, int, float]:
+            text, changed = self._last.get(process, ('{"step": 0, "still_s": 0.0}', -math.inf))
+            beat = json.loads(text)
+            return self._now - changed <= self._silence_s, beat["step"], -beat["still_s"]
+
+        return min(range(processes), key=rank)
