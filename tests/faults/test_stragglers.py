@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -68,13 +70,45 @@ def test_devices_are_compared_only_if_all_were_timed():
     assert find_stragglers(make_paces(slow, Pace(0, "host0", 0.3, 0.01, 0.02, None))) == []
 
 
-def test_a_straggler_is_reported_once_when_a_second_comparison_confirms_it():
+def test_a_straggler_is_reported_once_when_two_more_comparisons_confirm_it():
     stragglers, slow = StragglerMonitor(), find_stragglers(make_paces(Pace(2, "host2", 0.3, 0.21, 0.02, 0.005)))
     counts = []
-    for comparison in (slow, [], slow, slow, slow, [], slow, slow):
+    for comparison in (slow, slow, [], slow, slow, slow, slow, [], slow, slow, slow):
         stragglers._note(comparison)
         counts.append(len(stragglers.pop_new()))
-    assert counts == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert counts == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+
+
+def name_stragglers(calls):
+    """Return the numbers of those that are named among processes whose calls took (call, input, stalled, probe) s."""
+    monitors, named = [StragglerMonitor() for _ in calls], []
+    for row in zip(*calls, strict=True):
+        paces = [monitor.add_call(*call) for monitor, call in zip(monitors, row, strict=True)]
+        if all(paces):
+            monitors[0]._note(find_stragglers([pace._replace(process=n) for n, pace in enumerate(paces)]))
+            named += [straggler.process for straggler in monitors[0].pop_new()]
+    return named
+
+
+USUAL = (0.3, 0.01, 0.02, 0.005)
+
+
+def test_a_single_long_stall_names_nobody_and_a_lasting_one_does():
+    stalled = [USUAL] * 40
+    for at in range(40):
+        once = [*stalled[:at], (3.3, 0.01, 3.0, 0.05), *stalled[at + 1 :]]
+        assert name_stragglers([[USUAL] * 40, [USUAL] * 40, once]) == []
+    lasting = [*stalled[:10], *[(0.3, 0.01, 0.2, 0.005)] * 30]
+    assert name_stragglers([[USUAL] * 40, [USUAL] * 40, lasting]) == [2]
+
+
+def test_probes_that_a_busy_machine_delays_by_chance_name_no_device():
+    """Each device is slow in half of its probes, and one in all of them."""
+    draw = random.Random(0)
+    innocent = [[(0.3, 0.01, 0.02, 0.005 * draw.choice([1.0, 4.0])) for _ in range(400)] for _ in range(4)]
+    assert name_stragglers(innocent) == []
+    slow = [(0.3, 0.01, 0.02, 0.015 * draw.choice([1.0, 4.0])) for _ in range(400)]
+    assert set(name_stragglers([*innocent, slow])) == {4}
 
 
 SLOW_INPUT_PROGRAM = """
@@ -148,3 +182,21 @@ def test_a_host_that_runs_a_third_of_the_time_is_named_within_20_steps(tmp_path)
     assert stragglers
     assert stragglers[0]["part"] in ("host", "step")  # on a CPU, the device stalls with the host
     assert stragglers[0]["step"] <= before + 20
+
+
+@pytest.mark.slow
+@pytest.mark.processes(4)
+def test_a_machine_that_is_busy_with_other_work_names_nobody(tmp_path):
+    """Four processes share the cores with twice as many other programs, and with more now and then."""
+    burn = [sys.executable, "-c", "while True: pass"]
+    burst = [sys.executable, "-c", "import random, time\nwhile True:\n time.sleep(random.uniform(0, 0.6))\n"
+             " stop = time.monotonic() + random.uniform(0, 0.6)\n while time.monotonic() < stop: pass"]  # fmt: skip
+    others = [subprocess.Popen(command) for command in [burn] * 2 * os.cpu_count() + [burst] * 2]
+    try:
+        codes, outputs = wait_for_exit(start_processes(4, tmp_path, "--train.epochs", 8))
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert codes == [0] * 4, outputs[0][1][-3000:]
+    assert [line for line in map(json.loads, read_journal(tmp_path)) if line["event"] == "straggler"] == []

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -26,3 +27,12 @@ def measure_usable_memory() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(total, int(text)) if text.isdecimal() else total
+
+
+def measure_run_delay() -> float:
+    """Return seconds that this process's threads could have run and waited for a core; 0.0 where that is not known."""
+    total_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError, ValueError):  # the thread has just ended
+            total_ns += int(path.read_text().split()[1])
+    return total_ns / 1e9

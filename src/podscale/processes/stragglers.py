@@ -5,6 +5,10 @@ show the same. So each process measures what only its own slowness can change: h
 long it was kept from running at all, and how long its device takes for a fixed amount of work that needs no other
 process. The main process compares. The numbers go through JAX's key-value store, in a separate thread, so that training
 does not wait for them.
+
+A machine that is busy with other work delays its processes by chance, now this one and now that one. So only a process
+that is slow in several windows one after another, which share no call, is named; and a device is timed by the work that
+took least time, and only where no thread of the process had to wait for a core meanwhile.
 """
 
 import json
@@ -22,13 +26,14 @@ import jax.numpy as jnp
 
 from podscale.processes.group import get_key_value_store
 from podscale.processes.heartbeat import KeyMissingError
+from podscale.processes.host import measure_run_delay
 
 PACE = "podscale/pace"  # key of the store
-WINDOW = 8  # calls that a process's pace is the mean of
-COMPARE_CALLS = 4  # calls between two comparisons
-CONFIRMATIONS = 2  # consecutive comparisons that must agree
+WINDOW = 4  # calls that a process's pace is the mean of; each call belongs to one window
+CONFIRMATIONS = 3  # consecutive windows that must agree
 SLOW_SHARE = 0.3  # of a call's time: a process that waits, or is stalled, for this much longer than others is slow
 SLOW_DEVICE_RATIO = 1.8  # a device that takes this many times as long as the others is slow
+DELAYED_SHARE = 0.05  # of the time that the device takes: a probe whose threads waited longer for a core is discarded
 WARM_UP = 3  # calls that are not measured: the first of everything takes longer
 FIRST_PROBES = 12  # calls at the start after each of which the device is timed
 SLOW_CALL_RATIO = 1.4  # a call that takes this many times the usual has the devices timed again
@@ -38,14 +43,14 @@ PROBE_LENGTH = 8
 
 
 class Pace(NamedTuple):
-    """Seconds per call that one process took by itself; `probe_s` is for the fixed amount of work, if it was timed."""
+    """Seconds per call that one process took by itself; `probe_s` is the least for the fixed amount of work."""
 
     process: int
     host: str
     call_s: float
     input_s: float
     stalled_s: float
-    probe_s: float | None = None
+    probe_s: float | None = None  # None: not timed
 
 
 class Straggler(NamedTuple):
@@ -105,7 +110,8 @@ class StragglerMonitor:
         self._is_active = jax.process_count() > 1
         self._store: Any = get_key_value_store()
         self._calls = self._measured_calls = 0
-        self._paces: deque[tuple[float, float, float, float | None]] = deque(maxlen=WINDOW)
+        self._window: list[tuple[float, float, float, float | None]] = []
+        self._pace: Pace | None = None  # of the last whole window
         self._call_times: deque[float] = deque(maxlen=64)
         self._last: tuple[float, float, float] | None = None
         self._stalled_s = 0.0
@@ -153,20 +159,33 @@ class StragglerMonitor:
                 jax.block_until_ready(metrics)
                 probe_s = self._time_device()
             self._call_times.append(call_s)
-            self._paces.append((call_s, input_s, stalled_s, probe_s))
             self._measured_calls += 1
-            if self._measured_calls % COMPARE_CALLS == 0:
+            if self.add_call(call_s, input_s, stalled_s, probe_s):
                 self._compare_now.set()
         self._last = (time.perf_counter(), input_wait_s, self._stalled_s)
+
+    def add_call(self, call_s: float, input_s: float, stalled_s: float, probe_s: float | None) -> Pace | None:
+        """Add what one call took to the current window; return the window's pace if that completes it."""
+        self._window.append((call_s, input_s, stalled_s, probe_s))
+        if len(self._window) < WINDOW:
+            return None
+        call_s, input_s, stalled_s = (statistics.fmean(column) for column in list(zip(*self._window, strict=True))[:3])
+        probes = [probe_s for *_, probe_s in self._window if probe_s is not None]
+        fastest_s = min(probes) if len(probes) >= WINDOW // 2 else None
+        self._pace = Pace(jax.process_index(), socket.gethostname(), call_s, input_s, stalled_s, fastest_s)
+        self._window = []
+        return self._pace
 
     def pop_new(self) -> list[Straggler]:
         """Return the stragglers that were found since the last call; only in the main process."""
         return [self._new.popleft() for _ in range(len(self._new))]
 
-    def _time_device(self) -> float:
-        start = time.perf_counter()
+    def _time_device(self) -> float | None:
+        """Return seconds for the fixed amount of work; None if threads had to wait for a core meanwhile."""
+        delayed_s, start = measure_run_delay(), time.perf_counter()
         jax.block_until_ready(_run_probe(self._work))
-        return time.perf_counter() - start
+        took_s = time.perf_counter() - start
+        return took_s if measure_run_delay() - delayed_s < DELAYED_SHARE * took_s else None
 
     # --- in the threads ---
 
@@ -183,23 +202,10 @@ class StragglerMonitor:
             self._compare_now.clear()
             with suppress(KeyMissingError):
                 number = jax.process_index()
-                self._store.key_value_set(f"{PACE}/{number}", json.dumps(self._compute_pace()), allow_overwrite=True)
+                self._store.key_value_set(f"{PACE}/{number}", json.dumps(self._pace), allow_overwrite=True)
                 if number == 0:
                     entries = self._store.key_value_dir_get(PACE)
                     self._note(find_stragglers([Pace(*json.loads(text)) for _, text in entries]))
-
-    def _compute_pace(self) -> Pace:
-        paces = list(self._paces)
-        call_s, input_s, stalled_s = (statistics.fmean(column) for column in list(zip(*paces, strict=True))[:3])
-        probes = [probe_s for *_, probe_s in paces if probe_s is not None]
-        return Pace(
-            jax.process_index(),
-            socket.gethostname(),
-            call_s,
-            input_s,
-            stalled_s,
-            statistics.fmean(probes) if len(probes) >= WINDOW // 2 else None,
-        )
 
     def _note(self, stragglers: list[Straggler]) -> None:
         """Keep stragglers that several comparisons agree on: one may be chance. Each is reported once until it ends."""
