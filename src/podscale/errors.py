@@ -5,6 +5,8 @@ and exits with code 2; in Python it is an ordinary exception. Any other exceptio
 and keeps its traceback.
 """
 
+import errno
+
 
 class UserError(Exception):
     """Raised where a request of the user's cannot be fulfilled; the message is one sentence.
@@ -16,6 +18,25 @@ class UserError(Exception):
     ...     print(error)
     there is no recipe 'digit': did you mean digits?
     """
+
+
+ADVICE = {
+    errno.ENOSPC: "free some disk space, or choose another folder",
+    errno.EDQUOT: "free some of your disk quota, or choose another folder",
+    errno.EMFILE: "this process has too many files open; raise its limit, as `ulimit -n 4096` does",
+    errno.ENFILE: "all processes of this machine have too many files open; end some, or raise fs.file-max",
+}
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return what the system refused, for which file, and what to do about it.
+
+    >>> describe_os_error(OSError(28, "No space left on device", "runs/one/lock"))
+    'No space left on device: runs/one/lock; free some disk space, or choose another folder'
+    """
+    text = error.strerror or str(error)
+    text += f": {error.filename}" if error.filename else ""
+    return f"{text}; {ADVICE[error.errno]}" if error.errno in ADVICE else text
 
 
 class PreemptedError(Exception):

@@ -16,13 +16,13 @@ from podscale.cli import completion, endings
 from podscale.cli.arguments import is_main_process
 from podscale.cli.parser import make_parser, parse_arguments
 from podscale.cli.safe_stream import SafeStream
-from podscale.errors import DivergedError, PreemptedError, UserError
+from podscale.errors import DivergedError, PreemptedError, UserError, describe_os_error
 from podscale.storage.files import to_json
 from podscale.training.out_of_memory import explain_out_of_memory
 
 USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: a temporary failure in sysexits.h; a restart helps
 DIVERGED = 65  # bad data in sysexits.h; a restart does not help
-USER_FIXABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+USER_FIXABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
 
 
 def run() -> NoReturn:
@@ -88,8 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in USER_FIXABLE_ERRORS:
             raise
-        print(f"podscale: {error.strerror}: {error.filename}", file=sys.stderr)
-        return endings.agree_on_exit_code(USER_ERROR, f"{error.strerror}: {error.filename}")
+        print(f"podscale: {describe_os_error(error)}", file=sys.stderr)
+        return endings.agree_on_exit_code(USER_ERROR, describe_os_error(error))
     except KeyboardInterrupt as error:
         advice = str(error) or "the same command goes on from the last checkpoint"
         print(f"podscale: interrupted; {advice}", file=sys.stderr)

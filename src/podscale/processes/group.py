@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from podscale.errors import UserError
+from podscale.errors import UserError, describe_os_error
 from podscale.processes import heartbeat, schedulers
 
 MESSAGE_BYTES = 1000
@@ -135,8 +135,10 @@ def run_on_main_process(work: Callable[[], object]) -> None:
     if is_main_process():
         try:
             work()
-        except (UserError, OSError) as error:
+        except UserError as error:
             message = str(error)
+        except OSError as error:
+            message = describe_os_error(error)
     if jax.process_count() > 1:
         encoded = np.frombuffer(message.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES), np.uint8)
         message = bytes(multihost_utils.broadcast_one_to_all(encoded)).decode(errors="replace").strip()

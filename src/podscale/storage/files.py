@@ -6,6 +6,8 @@ import json
 import math
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,10 +64,22 @@ def write_atomically(path: Path, text: str) -> None:
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="surrogateescape")
-        os.replace(part, path)
+        with name_file(path):
+            part.write_text(text, encoding="utf-8", errors="surrogateescape")
+            os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def name_file(path: Path) -> Iterator[None]:
+    """Name a file in the errors of a block that names none: on a full disk, writing to an open file does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
         raise
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from podscale.errors import UserError
+from podscale.storage.files import name_file
 
 LOCK = "lock"
 
@@ -35,10 +36,11 @@ class FolderLock:
             raise UserError(
                 f"{self._folder} is being trained by {holder}; wait for it, or choose another folder with --run"
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
         self._file = file
+        with name_file(self._folder / LOCK):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
 
     def __enter__(self) -> "FolderLock":
         return self
