@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from integration.test_processes import TIMEOUT_S, free_port, losses, start
+from integration.test_processes import TIMEOUT_S, find_free_port, read_losses, start
 
 from podscale.runs.folder import Run
 from podscale.training import trained as trained_models
@@ -17,7 +17,7 @@ LONG = f"--train.epochs {(UPDATES - 0.5) * 128 / 1437} --train.eval_epochs 1000 
 def train(folder, summation, cores):
     """Return the summary of the first of two processes; replicas are compared every 20 updates."""
     machine = ["--pod.shape", "1x2", "--pod.cores", str(cores), "--plan.summation", summation]
-    machine += ["--plan.payload", "bfloat16", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2"]
+    machine += ["--plan.payload", "bfloat16", "--coordinator", f"127.0.0.1:{find_free_port()}", "--processes", "2"]
     started = [start([*LONG, *machine, "--process", str(i)], folder) for i in range(2)]
     outputs = [process.communicate(timeout=4 * TIMEOUT_S) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs[0][1][-2000:]
@@ -36,6 +36,6 @@ def load_arrays(folder):
 def test_replicas_agree_for_two_hundred_updates_and_a_second_run_is_bit_identical(tmp_path, summation, cores):
     for name in ("first", "second"):
         assert train(tmp_path / name, summation, cores)["steps"] == UPDATES
-    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    assert read_losses(tmp_path / "first") == read_losses(tmp_path / "second")
     jax.tree.map(np.testing.assert_array_equal, load_arrays(tmp_path / "first"), load_arrays(tmp_path / "second"))
-    assert np.mean(losses(tmp_path / "first")[-10:]) < 0.7 * losses(tmp_path / "first")[0]
+    assert np.mean(read_losses(tmp_path / "first")[-10:]) < 0.7 * read_losses(tmp_path / "first")[0]
