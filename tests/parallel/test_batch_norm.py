@@ -174,3 +174,30 @@ def test_replaced_flax_batch_norms_compute_the_same():
 def test_flax_batch_norm_without_scale_is_refused():
     with pytest.raises(UserError, match="scale and a bias"):
         batch_norm.replace_batch_norms(FlaxModel(use_scale=False))
+
+
+@pytest.mark.parametrize("span", [8, 32])
+def test_fused_activation_and_its_gradient_match_one_after_the_layer(values, span):
+    with jax.enable_x64(True):
+        x, scale, bias, dy = map(jnp.asarray, values)
+
+        def activate_after(x, scale, bias):
+            y, moments = normalize(x, scale, bias, Groups(span), EPSILON)
+            return (jnp.tanh(y) * dy).sum(), moments
+
+        def activate_inside(x, scale, bias):
+            y, moments = normalize(x, scale, bias, Groups(span), EPSILON, jnp.tanh)
+            return (y * dy).sum(), moments
+
+        ours, expected = (
+            jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True)(x, scale, bias)
+            for f in (activate_inside, activate_after)
+        )
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_evaluation_applies_the_activation():
+    layer = BatchNorm(3)
+    x = jax.random.normal(jax.random.key(0), (2, 2, 2, 3))
+    np.testing.assert_array_equal(layer(x, activation=jnp.tanh), jnp.tanh(layer(x)))

@@ -7,6 +7,7 @@ over the tile's mesh axes, with one message per layer forward and one backward.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from jax import lax
 from podscale.errors import UserError
 
 SCOPE = "batch_norm"  # a profile of the compiled step finds batch norm by this name
+
+Activation = Callable[[jax.Array], jax.Array]  # elementwise and differentiable
 
 
 @dataclass(frozen=True)
@@ -90,22 +93,26 @@ class BatchNorm(nnx.Module):
         self.groups = Groups()
         self.use_running_average = True
 
-    def __call__(self, x: jax.Array, use_running_average: bool | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, use_running_average: bool | None = None, activation: Activation | None = None
+    ) -> jax.Array:
         """Normalize x [images, ..., channels].
 
         Args:
             x: activations of this device's images.
             use_running_average: normalize by the running statistics, as in evaluation; None: as the module's mode says.
+            activation: applied to the result; fused here, its gradient needs no pass over memory of its own.
 
         Returns:
             x normalized, in the dtype of x.
         """
         scale = self._get_scale()
         if self.use_running_average if use_running_average is None else use_running_average:
-            return _apply_affine(x, self.mean[...], lax.rsqrt(self.var[...] + self.epsilon), scale, self.bias[...])
+            inverse_std = lax.rsqrt(self.var[...] + self.epsilon)
+            return _apply_affine(x, self.mean[...], inverse_std, scale, self.bias[...], activation)
         if hasattr(self, "moments"):
             raise UserError("a batch norm is used twice in one pass of the model; give each place one of its own")
-        y, moments = normalize(x, scale, self.bias[...], self.groups, self.epsilon)
+        y, moments = normalize(x, scale, self.bias[...], self.groups, self.epsilon, activation)
         self.moments = Moments(moments)
         return y
 
@@ -149,18 +156,21 @@ def update_running_statistics(stats: Any, moments: Any, momentum: float) -> Any:
 # --- the function and its gradient -----------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def normalize(
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
     groups: Groups = Groups(),
     epsilon: float = 1e-5,
+    activation: Activation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Normalize every group of images by the group's own mean and variance.
 
     The gradient is written out because it sums over devices: both directions then cost exactly one message, and nothing
-    depends on how a collective is transposed. The moments carry no gradient.
+    depends on how a collective is transposed. The moments carry no gradient. Only x is kept for the gradient: with an
+    activation, both passes of the backward direction compute the normalized values again, which is cheaper than to
+    write and read them.
 
     Args:
         x: activations of this device's images, [images, ..., channels].
@@ -168,37 +178,54 @@ def normalize(
         bias: [channels].
         groups: how images map to groups.
         epsilon: added to the variance.
+        activation: applied to the normalized values.
 
     Returns:
         x normalized, in the dtype of x, and the mean over this device's groups of (mean, variance), [2, channels].
     """
-    return _normalize_forward(x, scale, bias, groups, epsilon)[0]
+    return _normalize_forward(x, scale, bias, groups, epsilon, activation)[0]
 
 
 @jax.named_scope(SCOPE)
-def _normalize_forward(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float) -> Any:
+def _normalize_forward(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float, activation: Activation | None
+) -> Any:
     grouped = _split_groups(x, groups)
     wide = grouped.astype(scale.dtype)
     sums = jnp.stack([_sum_groups(wide), _sum_groups(wide * wide)])
     mean, mean_square = sum_over_tile(sums, groups) / _count_values(grouped, groups)
     var = jnp.maximum(mean_square - mean * mean, 0)
     inverse_std = lax.rsqrt(var + epsilon)
-    y = _apply_affine(grouped, mean, inverse_std, scale, bias).reshape(x.shape)
+    y = _apply_affine(grouped, mean, inverse_std, scale, bias, activation).reshape(x.shape)
     moments = jnp.stack([mean, var]).mean(axis=1).reshape(2, -1)
-    return (y, moments), (x, scale, mean, inverse_std)
+    return (y, moments), (x, scale, bias, mean, inverse_std)
 
 
 @jax.named_scope(SCOPE)
 def _normalize_backward(
-    groups: Groups, epsilon: float, residuals: Any, cotangents: Any
+    groups: Groups, epsilon: float, activation: Activation | None, residuals: Any, cotangents: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x, scale, mean, inverse_std = residuals
-    grouped = _split_groups(x, groups)
-    dy = _split_groups(cotangents[0], groups).astype(scale.dtype)
-    normalized = (grouped.astype(scale.dtype) - mean) * inverse_std
-    local_sums = jnp.stack([_sum_groups(dy), _sum_groups(dy * normalized)])
-    mean_dy, mean_dy_normalized = sum_over_tile(local_sums, groups) / _count_values(grouped, groups)
-    dx = (scale * inverse_std) * (dy - mean_dy - normalized * mean_dy_normalized)
+    x, scale, bias, mean, inverse_std = residuals
+
+    def normalize_again(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the normalized values, and the gradient with respect to the activation's input."""
+        grouped = _split_groups(x, groups)
+        dy = _split_groups(cotangents[0], groups).astype(scale.dtype)
+        normalized = (grouped.astype(scale.dtype) - mean) * inverse_std
+        if activation is None:
+            return normalized, dy
+        return normalized, jax.vjp(activation, normalized * scale + bias)[1](dy)[0]
+
+    if activation is None:
+        normalized, gradient = normalize_again(x)
+        local_sums = jnp.stack([_sum_groups(gradient), _sum_groups(gradient * normalized)])
+    else:  # the barriers keep the compiler from storing what is cheaper to compute twice
+        normalized, gradient = normalize_again(lax.optimization_barrier(x))
+        local_sums = _sum_groups_jointly(gradient, gradient * normalized)
+    mean_dy, mean_dy_normalized = sum_over_tile(local_sums, groups) / _count_values(gradient, groups)
+    if activation is not None:
+        normalized, gradient = normalize_again(lax.optimization_barrier((x, mean_dy))[0])
+    dx = (scale * inverse_std) * (gradient - mean_dy - normalized * mean_dy_normalized)
     dbias, dscale = local_sums.sum(axis=1).reshape(2, -1)  # this device's share: gradient summation adds the others'
     return dx.reshape(x.shape).astype(x.dtype), dscale, dbias
 
@@ -208,9 +235,15 @@ normalize.defvjp(_normalize_forward, _normalize_backward)
 
 @jax.named_scope(SCOPE)
 def _apply_affine(
-    x: jax.Array, mean: jax.Array, inverse_std: jax.Array, scale: jax.Array, bias: jax.Array
+    x: jax.Array,
+    mean: jax.Array,
+    inverse_std: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    activation: Activation | None = None,
 ) -> jax.Array:
-    return ((x.astype(scale.dtype) - mean) * (inverse_std * scale) + bias).astype(x.dtype)
+    y = (x.astype(scale.dtype) - mean) * (inverse_std * scale) + bias
+    return (y if activation is None else activation(y)).astype(x.dtype)
 
 
 # --- groups and tiles ------------------------------------------------------------------------------------------------
@@ -236,6 +269,15 @@ def _sum_groups(values: jax.Array) -> jax.Array:
     Each image is summed first; on a GPU, summing all at once is neither faster nor slower (docs/results.md).
     """
     return values.sum(axis=2, keepdims=True).sum(axis=1, keepdims=True)
+
+
+def _sum_groups_jointly(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Return the group sums of two arrays, stacked, by one reduction over complex numbers.
+
+    XLA fuses into a reduction what it reads. With two reductions it would compute what both read twice, or store it.
+    """
+    sums = _sum_groups(lax.complex(first, second))
+    return jnp.stack([sums.real, sums.imag])
 
 
 def _count_values(grouped: jax.Array, groups: Groups) -> int:
