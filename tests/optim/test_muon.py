@@ -1,9 +1,12 @@
 """Muon against singular value decompositions."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from podscale.optim import optimizers
+from podscale.optim import newton_schulz, optimizers
 from podscale.recipe import Recipe, override_recipe
 
 
@@ -78,3 +81,67 @@ def test_each_of_several_kernels_is_updated_as_if_it_were_alone():
     for name in shapes:
         alone, _ = update_once({name: w[name]}, {name: g[name]})
         np.testing.assert_allclose(together[name], alone[name], rtol=1e-5, atol=1e-6)
+
+
+# --- kernels of a bfloat16 model, orthogonalized together ------------------------------------------------------------
+
+SHAPES = {"a": (3, 3, 8, 16), "b": (1, 1, 8, 8), "c": (3, 3, 8, 16)}
+BFLOAT16 = {"model.precision": "bfloat16"}
+
+
+def draw_kernels(seed):
+    random = np.random.default_rng(seed)
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def test_kernels_of_a_bfloat16_model_move_along_nearly_the_same_directions():
+    w, g = draw_kernels(0), draw_kernels(1)
+    fine, coarse = (update_once(w, g, **{"model.precision": kind})[0] for kind in ("float32", "bfloat16"))
+    for name in w:
+        assert np.linalg.norm(fine[name] - coarse[name]) < 0.02 * np.linalg.norm(fine[name])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_bfloat16_model_has_the_momentum_of_optax(nesterov):
+    """Over several updates, so that a resumed run has the same momentum whichever way its kernels went."""
+    w, states = draw_kernels(0), {}
+    for precision in ("float32", "bfloat16"):
+        changes = {"optimizer.name": "muon", "optimizer.nesterov": nesterov, "model.precision": precision}
+        rule = optimizers.make_optimizer(override_recipe(Recipe(), changes), 0.5)
+        state = rule.init(w)
+        for seed in range(3):
+            _, state = rule.update(draw_kernels(seed), state, w)
+        states[precision] = state
+    for ours, expected in zip(*(jax.tree.leaves(states[kind]) for kind in ("bfloat16", "float32")), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_state_has_the_names_and_shapes_that_checkpoints_hold(precision):
+    """Runs saved before kernels were orthogonalized together resume: optax's state, with one stack per shape."""
+    changes = {"optimizer.name": "muon", "model.precision": precision}
+    rule = optimizers.make_optimizer(override_recipe(Recipe(), changes), 0.5)
+    state = rule.init({**draw_kernels(0), "bias": np.zeros(3, np.float32)})
+    _, state = rule.update({**draw_kernels(1), "bias": np.ones(3, np.float32)}, state, {**draw_kernels(0), "bias": 0.0})
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
+    muon = {name.rsplit("True/inner_state/0/")[1]: shape for name, shape in leaves.items() if "True/" in name}
+    assert muon == {
+        "count": (),
+        "mu/3x3x8x16": (2, 3, 3, 8, 16),
+        "mu/1x1x8x8": (1, 1, 1, 8, 8),
+        "ns_coeffs": (3,),
+    }
+
+
+def test_a_model_without_convolutions_has_an_update():
+    params, gradients = {"kernel": np.ones((4, 3), np.float32)}, {"kernel": np.full((4, 3), 2, np.float32)}
+    updates, _ = update_once(params, gradients, **BFLOAT16, **{"optimizer.weight_decay": 0})
+    assert np.asarray(updates["kernel"]) == pytest.approx(-1)
+
+
+def test_coefficients_are_those_of_optax():
+    state = optax.contrib.scale_by_muon().init({"w": jnp.ones((2, 2))})
+    np.testing.assert_array_equal(state.ns_coeffs, np.float32(newton_schulz.COEFFICIENTS))

@@ -12,6 +12,9 @@ With `renormalize`, the way its author trains small networks in seconds:
 
 A kernel then keeps its norm, and moves less along directions that the Newton-Schulz iterations have not brought to full
 length. All other parameters learn by SGD.
+
+The small kernels of a bfloat16 model are orthogonalized together (`newton_schulz.py`), those of other models shape by
+shape (optax). Both have the same state, so that checkpoints of either are the same.
 """
 
 import math
@@ -22,21 +25,23 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from podscale.optim.norms import compute_norm
+from podscale.optim.newton_schulz import can_orthogonalize_jointly, orthogonalize_jointly
+from podscale.optim.norms import compute_norm, compute_norm_unflattened
 from podscale.optim.sgd import make_sgd
 from podscale.recipe import Optimizer
 
 
-def make_muon(settings: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Return Muon for the kernels of convolutions and SGD for all other parameters."""
-    orthogonalize = _batch_by_shape(
-        optax.contrib.scale_by_muon(
-            ns_steps=settings.newton_schulz,
-            beta=settings.momentum,
-            nesterov=settings.nesterov,
-            weight_dimension_numbers=_describe_as_matrices,
-        )
-    )
+def make_muon(
+    settings: Optimizer, learning_rate: optax.ScalarOrSchedule, precision: str = "float32"
+) -> optax.GradientTransformation:
+    """Return Muon for the kernels of convolutions and SGD for all other parameters.
+
+    Args:
+        settings: the recipe's section `optimizer`.
+        learning_rate: a number, or a function of the step.
+        precision: the model's; small kernels of a bfloat16 model are orthogonalized together.
+    """
+    orthogonalize = _scale_by_muon(settings, precision)
     rate = optax.scale_by_learning_rate(learning_rate)
     if settings.renormalize:
         kernels = optax.chain(orthogonalize, optax.scale(settings.trust), rate, _renormalize())
@@ -59,26 +64,59 @@ def _label_convolutions(params: Any) -> Any:
 # --- orthogonalization -----------------------------------------------------------------------------------------------
 
 
+def _scale_by_muon(settings: Optimizer, precision: str) -> optax.GradientTransformation:
+    """Return the transformation from gradients of kernels to orthogonal matrices along their momentum.
+
+    Its state is optax's, with the momentum of all kernels of one shape as one stack.
+    """
+    rule = optax.contrib.scale_by_muon(
+        ns_steps=settings.newton_schulz,
+        beta=settings.momentum,
+        nesterov=settings.nesterov,
+        weight_dimension_numbers=_describe_as_matrices,
+    )
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(gradients)]
+        if can_orthogonalize_jointly(shapes, precision):
+            momentum, state = _update_momentum(settings, _stack_by_shape(gradients), state)
+            kernels, structure = jax.tree.flatten(_unstack(momentum, gradients))
+            return structure.unflatten(orthogonalize_jointly(kernels, settings.newton_schulz)), state
+        stacks, state = rule.update(_stack_by_shape(gradients), state)
+        return _unstack(stacks, gradients), state
+
+    return optax.GradientTransformation(lambda params: rule.init(_stack_by_shape(params)), update)
+
+
+def _update_momentum(settings: Optimizer, gradients: Any, state: Any) -> tuple[Any, Any]:
+    """Return the momentum to move along, and the new state: what optax's Muon computes before it orthogonalizes."""
+    beta, count = settings.momentum, optax.safe_increment(state.count)
+    mean = optax.tree.update_moment(gradients, state.mu, beta, 1)
+    state = state._replace(count=count, mu=mean)
+    if not settings.nesterov:
+        return optax.tree.bias_correction(mean, beta, count), state
+    ahead = optax.tree.bias_correction(mean, beta, optax.safe_increment(count))
+    now = optax.tree.bias_correction(gradients, beta, count)
+    return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now), state
+
+
 def _describe_as_matrices(params: Any) -> Any:
     """Describe stacks [kernel, height, width, inputs, outputs] as matrices [height·width·inputs, outputs]."""
     return jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers((1, 2, 3), 4), params)
 
 
-def _batch_by_shape(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Apply `rule` to one stack of arrays per shape: several small matrices at once keep a GPU busier."""
+def _stack_by_shape(tree: Any) -> dict[str, jax.Array]:
+    """Return one stack of arrays per shape: several small matrices at once keep a GPU busier."""
+    by_shape: dict[str, list[jax.Array]] = {}
+    for leaf in jax.tree.leaves(tree):
+        by_shape.setdefault(_format_shape(leaf), []).append(leaf)
+    return {name: jnp.stack(leaves) for name, leaves in by_shape.items()}
 
-    def stack(tree: Any) -> dict[str, jax.Array]:
-        by_shape: dict[str, list[jax.Array]] = {}
-        for leaf in jax.tree.leaves(tree):
-            by_shape.setdefault(_format_shape(leaf), []).append(leaf)
-        return {name: jnp.stack(leaves) for name, leaves in by_shape.items()}
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        stacks, state = rule.update(stack(updates), state)
-        rows = {name: iter(arrays) for name, arrays in stacks.items()}
-        return jax.tree.map(lambda leaf: next(rows[_format_shape(leaf)]), updates), state
-
-    return optax.GradientTransformation(lambda params: rule.init(stack(params)), update)
+def _unstack(stacks: dict[str, jax.Array], like: Any) -> Any:
+    """Return the arrays of stacks as a tree like the one that `_stack_by_shape` stacked."""
+    rows = {name: iter(arrays) for name, arrays in stacks.items()}
+    return jax.tree.map(lambda leaf: next(rows[_format_shape(leaf)]), like)
 
 
 def _format_shape(array: jax.Array) -> str:
@@ -106,7 +144,9 @@ def _renormalize() -> optax.GradientTransformation:
 
     def update(updates: Any, params: Any) -> Any:
         def add_correction(u: jax.Array, w: jax.Array) -> jax.Array:
-            return u + w * (math.sqrt(w.shape[-1]) / jnp.maximum(compute_norm(w), 1e-12) - 1).astype(w.dtype)
+            return u + w * (math.sqrt(w.shape[-1]) / jnp.maximum(compute_norm_unflattened(w), 1e-12) - 1).astype(
+                w.dtype
+            )
 
         return jax.tree.map(add_correction, updates, params)
 

@@ -45,7 +45,7 @@ def make_optimizer(
         a transformation whose state is a tree of arrays; momentum has the shape and dtype of its parameter.
     """
     settings, rates = recipe.optimizer, make_group_rates(recipe, learning_rate, stem, head)
-    rules = {group: _make_rule(settings, group, rate, norms) for group, rate in rates.items()}
+    rules = {group: _make_rule(recipe, group, rate, norms) for group, rate in rates.items()}
     if len(rules) == 1:
         rule = rules[DEFAULT]
     else:
@@ -53,10 +53,9 @@ def make_optimizer(
     return optax.chain(clip_by_global_norm(settings.clip_norm, norms), rule) if settings.clip_norm else rule
 
 
-def _make_rule(
-    settings: Optimizer, group: str, rate: optax.ScalarOrSchedule, norms: Norms
-) -> optax.GradientTransformation:
+def _make_rule(recipe: Recipe, group: str, rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:
     """Return the update rule for one group of parameters."""
+    settings = recipe.optimizer
     match settings.name:
         case "lars":
             return make_lars(settings, rate, norms)
@@ -65,7 +64,9 @@ def _make_rule(
         case "adamw":
             return make_adamw(settings, rate)
         case "muon" if norms is compute_norms:
-            return make_muon(settings, rate) if group.startswith(DEFAULT) else make_fallback(settings, rate)
+            if not group.startswith(DEFAULT):
+                return make_fallback(settings, rate)
+            return make_muon(settings, rate, recipe.model.precision)
         case name:
             if norms is not compute_norms:
                 raise UserError(f"plan.summation sharded gives every device a part of each array; {name} may need all")
