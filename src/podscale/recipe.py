@@ -46,6 +46,9 @@ class Data:
         1, "views that evaluation averages over: 1; 2: and mirrored; 6: both also moved by a pixel along the diagonal"
     )
     max_image_mib: int = _field(1024, "memory that decoding one image may take, in MiB; larger ones count as bad")
+    eval_confidence: float = _field(
+        1.0, "further views only of images whose first view has a class of lower probability; 1: of all"
+    )
     bad_share: float = _field(0.001, "share of a split's images that may turn out unreadable before the run stops")
     mean: tuple[float, ...] = _field((0.485, 0.456, 0.406), "per-channel mean of pixels in 0..1")
     std: tuple[float, ...] = _field((0.229, 0.224, 0.225), "per-channel standard deviation of pixels in 0..1")
@@ -139,6 +142,8 @@ class Augment:
     magnitude: float = _field(9.0, "strength of RandAugment, 0 to 30")
     mixup: float = _field(0.0, "alpha of mixup between positions 2k and 2k+1; 0: none")
     erase: float = _field(0.0, "chance that a random rectangle is erased")
+    brightness: float = _field(0.0, "largest shift of all normalized pixels of an image; 0: none")
+    contrast: float = _field(0.0, "largest deviation from 1 of the factor that they are then multiplied by; 0: none")
     label_smoothing: float = _field(0.0, "share of the target spread over all classes")
 
 

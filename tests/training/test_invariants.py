@@ -22,7 +22,7 @@ from podscale.optim import optimizers, schedules
 from podscale.parallel import batch_norm
 from podscale.parallel.batch_norm import Groups
 from podscale.pod import make_batch_sharding
-from podscale.training import evaluate, step
+from podscale.training import evaluate, step, views
 from podscale.training.device_input import augment
 from podscale.training.setup import prepare
 
@@ -77,12 +77,12 @@ def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xl
     return np.array(losses), jax.device_get(state)
 
 
-def train_reference(recipe):
+def train_reference(recipe, steps=STEPS):
     """Do the same with the reference loop; return losses, parameters, statistics and averaged parameters."""
     data, size = open_index(recipe.data), recipe.data.image_size
     order = Order(len(data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     net, params, stats = make_functional(registry.build_model(recipe.model, 10, size, recipe.train.seed))
-    schedule = schedules.make_schedule(recipe, STEPS, len(data.train) / recipe.batch.size)
+    schedule = schedules.make_schedule(recipe, steps, len(data.train) / recipe.batch.size)
     optimizer = optimizers.make_optimizer(recipe, schedule)
     opt_state, average, losses = optimizer.init(params), params, []
     positions = np.arange(recipe.batch.size)
@@ -93,7 +93,7 @@ def train_reference(recipe):
         return -(targets * jax.nn.log_softmax(logits)).sum(-1).mean(), moments
 
     gradient = jax.jit(jax.value_and_grad(compute_loss, has_aux=True))
-    for at in range(STEPS):
+    for at in range(steps):
         samples, passes = order.get_samples(at, positions)
         boxes, flips = compute_crop_boxes(
             recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size
@@ -211,3 +211,45 @@ def test_every_evaluation_example_counts_once_on_every_pod(shape):
     assert round(result["accuracy_top5"] * 360) == int((ranks < 5).sum())
     losses = -np.asarray(jax.nn.log_softmax(logits))[np.arange(360), setup.data.val.labels]
     assert result["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize(
+    ("shape", "micro_batches", "steps_per_call", "summation"),
+    [("1x1", 4, 1, "xla"), ("1x2", 1, 3, "xla"), ("2x2", 2, 1, "torus"), ("2x4", 1, 1, "sharded")],
+)
+def test_brightness_and_contrast_are_the_same_on_every_pod(
+    reference_with_colors, shape, micro_batches, steps_per_call, summation
+):
+    with jax.enable_x64(True):
+        losses, state = train_on_pod(make_recipe_with_colors(), shape, micro_batches, steps_per_call, summation)
+        np.testing.assert_allclose(losses, reference_with_colors[0], rtol=1e-9)
+        assert_close(state.params, reference_with_colors[1], 1e-9)
+
+
+def make_recipe_with_colors(steps=3):
+    colors = {"augment.brightness": 0.3, "augment.contrast": 0.3, "train.epochs": (steps - 0.5) * 64 / 1437}
+    return make_small_recipe("float64", **colors)
+
+
+@pytest.fixture(scope="module")
+def reference_with_colors():
+    with jax.enable_x64(True):
+        return train_reference(make_recipe_with_colors(), steps=3)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("shape", ["1x1", "1x2", "2x2"])
+def test_further_views_of_unsure_images_give_the_same_predictions_on_every_pod(shape):
+    """The number of unsure images differs between devices, and so does that of the parts each evaluates."""
+    changes = {"data.eval_views": 6, "data.eval_confidence": 0.3}
+    recipe = make_small_recipe(**changes)
+    setup = prepare(recipe, pod.make_pod(jax.devices(), shape), Options(eval_images=37))
+    evaluator = evaluate.Evaluator(setup)
+    evaluator(setup.state)
+    images = jnp.asarray(loader.load_eval_images(setup.data.val, range(len(setup.data.val)), recipe))
+    params, stats = jax.device_get((setup.state.params, setup.state.stats))
+    first = jax.nn.softmax(setup.net.evaluate(params, stats, augment.normalize(recipe, images))).max(-1)
+    assert 0 < (first < 0.3).sum() < len(images)
+    expected = jax.nn.softmax(views.average_views(setup.net, recipe, params, stats, images))
+    np.testing.assert_allclose(evaluator.predictions[:, 1], expected.max(-1), atol=1e-5)

@@ -11,7 +11,7 @@ _AT_LEAST_ONE = (
 ).split()
 _POSITIVE = ("train.epochs", "train.eval_epochs", "data.std", "data.eval_fraction", "schedule.power")
 _SHARES = (
-    "data.eval_fraction data.bad_share data.hold_out optimizer.momentum optimizer.rest_momentum "
+    "data.eval_fraction data.eval_confidence data.bad_share data.hold_out optimizer.momentum optimizer.rest_momentum "
     "optimizer.second_moment optimizer.average "
     "augment.min_area augment.erase augment.label_smoothing train.stats_momentum"
 ).split()
@@ -19,8 +19,8 @@ _AT_LEAST_ZERO = (
     "data.shrink data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust "
     "optimizer.epsilon optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs "
     "schedule.bias_peak schedule.head_peak schedule.stem_epochs schedule.factor "
-    "augment.padding augment.randaugment augment.magnitude augment.mixup train.seed "
-    "train.bad_updates"
+    "augment.padding augment.randaugment augment.magnitude augment.mixup augment.brightness augment.contrast "
+    "train.seed train.bad_updates"
 ).split()
 
 

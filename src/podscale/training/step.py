@@ -23,6 +23,7 @@ from podscale.parallel.summation import sum_tree
 from podscale.plan import Plan
 from podscale.pod import ALL_AXES, BATCH_AXES, make_batch_sharding
 from podscale.recipe import Recipe
+from podscale.training import views
 from podscale.training.device_input import augment, resident
 
 OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
@@ -275,7 +276,7 @@ def make_eval_call(net: FunctionalModel, plan: Plan, mesh: Mesh) -> Any:
     def call(
         params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, counts: EvalCounts
     ) -> tuple[EvalCounts, jax.Array]:
-        logits = _average_views(net, plan.recipe, params, stats, images, plan.kernels)
+        logits = views.evaluate_views(net, plan.recipe, params, stats, images, plan.kernels)
         counts = jax.tree.map(jnp.add, counts, lax.psum(_count_correct(logits, labels), ALL_AXES))
         return counts, _predict_classes(logits, labels)
 
@@ -289,17 +290,6 @@ def make_eval_call(net: FunctionalModel, plan: Plan, mesh: Mesh) -> Any:
         check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=4)
-
-
-def _average_views(
-    net: FunctionalModel, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array, kernels: str = ""
-) -> jax.Array:
-    """Return the logits of images, averaged over the recipe's views of them."""
-    views = augment.make_views(images, recipe.data.eval_views)
-    logits = [net.evaluate(params, stats, augment.normalize(recipe, view), kernels) for _, view in views]
-    if len(logits) == 1:
-        return logits[0]
-    return jnp.stack([share * of_view for (share, _), of_view in zip(views, logits, strict=True)]).sum(0)
 
 
 def zero_counts() -> EvalCounts:
@@ -334,4 +324,4 @@ def _predict_classes(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def make_predictor(net: FunctionalModel, recipe: Recipe) -> Any:
     """Return the jitted function: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
-    return jax.jit(lambda p, s, images: jax.nn.softmax(_average_views(net, recipe, p, s, images)))
+    return jax.jit(lambda p, s, images: jax.nn.softmax(views.average_views(net, recipe, p, s, images)))

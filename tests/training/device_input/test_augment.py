@@ -105,3 +105,52 @@ def test_six_views_are_an_image_its_shifts_and_their_flips():
     assert [share for share, _ in augment.make_views(images, 2)] == [1 / 2, 1 / 2]
     assert np.array_equal(augment.make_views(images, 2)[1][1], images[:, :, ::-1])
     assert augment.make_views(images, 1)[0][1] is images
+
+
+# --- brightness and contrast ---------------------------------------------------------------------------------------
+
+
+def fit_colors(recipe, batch, **more):
+    """Return factor and offset by which every image differs from its normalized self, by least squares."""
+    plain, _ = prepare_batch(make_recipe(), batch, **more)
+    changed, _ = prepare_batch(recipe, batch, **more)
+    return np.array([np.polyfit(np.ravel(a), np.ravel(b), 1) for a, b in zip(plain, changed, strict=True)])
+
+
+def test_brightness_and_contrast_shift_and_then_scale_all_pixels_of_an_image(batch):
+    recipe = make_recipe(brightness=0.3, contrast=0.2)
+    plain, _ = prepare_batch(make_recipe(), batch)
+    changed, _ = prepare_batch(recipe, batch)
+    colors = fit_colors(recipe, batch)
+    for before, after, (factor, offset) in zip(plain, changed, colors, strict=True):
+        np.testing.assert_allclose(after, before * factor + offset, atol=1e-4)
+        assert abs(factor - 1) <= 0.2 + 1e-4
+        assert abs(offset / factor) <= 0.3 + 1e-4  # the shift comes first
+    assert np.ptp(colors[:, 0]) > 0.1
+    assert np.ptp(colors[:, 1]) > 0.1
+
+
+def test_brightness_alone_keeps_the_contrast_and_contrast_alone_has_no_shift(batch):
+    assert np.abs(fit_colors(make_recipe(brightness=0.3), batch)[:, 0] - 1).max() < 1e-4
+    assert np.abs(fit_colors(make_recipe(contrast=0.3), batch)[:, 1]).max() < 1e-4
+
+
+def test_colors_depend_on_seed_step_and_position_alone(batch):
+    recipe = make_recipe(brightness=0.3, contrast=0.2)
+    whole, _ = prepare_batch(recipe, batch)
+    for part in np.split(np.arange(N), 4):
+        piece, _ = prepare_batch(recipe, (batch[0][part], batch[1][part]), positions=part)
+        np.testing.assert_array_equal(piece, whole[part])
+    for other in (prepare_batch(recipe, batch, step=4), prepare_batch(recipe.override({"train.seed": 1}), batch)):
+        assert not np.allclose(other[0], whole)
+
+
+def test_a_seed_that_is_an_argument_replaces_the_recipes(batch):
+    recipe = make_recipe(brightness=0.3, mixup=0.4, erase=0.5)
+    arguments = (*map(jnp.asarray, batch), jnp.int32(3), jnp.arange(N), CLASSES)
+    for ours, expected in zip(
+        augment.prepare_batch(recipe, *arguments, seed=jnp.uint32(5)),
+        augment.prepare_batch(recipe.override({"train.seed": 5}), *arguments),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, expected)

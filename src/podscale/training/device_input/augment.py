@@ -1,4 +1,4 @@
-"""Augment images on the device: normalize, mix, erase.
+"""Augment images on the device: normalize, change brightness and contrast, mix, erase.
 
 Random choices are keyed by (seed, step, position), never by the device, so the same position gets the same values on
 every pod. Mixing pairs position 2k with 2k+1, which always lie on the same device.
@@ -9,15 +9,27 @@ import jax.numpy as jnp
 
 from podscale.recipe import Augment, Recipe
 
+COLOR = 3  # folded into the key of a step's colors; mixing and erasing fold 1 and 2 into the key of a position
+
 
 def prepare_batch(
-    recipe: Recipe, images: jax.Array, labels: jax.Array, step: jax.Array, positions: jax.Array, classes: int
+    recipe: Recipe,
+    images: jax.Array,
+    labels: jax.Array,
+    step: jax.Array,
+    positions: jax.Array,
+    classes: int,
+    seed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Turn uint8 images [n, h, w, 3] and labels [n] at these positions into the inputs of model and loss."""
-    images = normalize(recipe, images)
+    """Turn uint8 images [n, h, w, 3] and labels [n] at these positions into the inputs of model and loss.
+
+    `seed` replaces the recipe's, so that one compiled program serves all seeds.
+    """
+    seed = recipe.train.seed if seed is None else seed
+    images = normalize(recipe, images, _draw_colors(recipe, seed, step, positions))
     targets = smooth_labels(labels, classes, recipe.augment.label_smoothing)
     if recipe.augment.mixup or recipe.augment.erase:
-        keys = make_position_keys(recipe.train.seed, step, positions)
+        keys = make_position_keys(seed, step, positions)
         if recipe.augment.erase:
             images = jax.vmap(_erase, in_axes=(0, 0, None))(keys, images, recipe.augment.erase)
         if recipe.augment.mixup:
@@ -25,12 +37,37 @@ def prepare_batch(
     return images, targets
 
 
-def normalize(recipe: Recipe, images: jax.Array) -> jax.Array:
-    """Turn uint8 images into the compute type, normalized by the recipe's per-channel mean and standard deviation."""
+def normalize(recipe: Recipe, images: jax.Array, colors: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
+    """Turn uint8 images into the compute type, normalized by the recipe's per-channel mean and standard deviation.
+
+    Args:
+        recipe: says mean, standard deviation and compute type.
+        images: [n, h, w, 3].
+        colors: a factor and an offset for each image, [n] each, applied to the normalized pixels.
+    """
     wide = jnp.promote_types(recipe.model.precision, jnp.float32)
     mean, std = (jnp.asarray(v, wide) for v in (recipe.data.mean, recipe.data.std))
     scaled = images.astype(wide) * (1 / (255 * std)) - mean / std
+    if colors is not None:
+        factor, offset = (values[:, None, None, None] for values in colors)
+        scaled = scaled * factor + offset
     return scaled.astype(recipe.model.precision)
+
+
+def _draw_colors(
+    recipe: Recipe, seed: int | jax.Array, step: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Return factor and offset of the normalized pixels at these positions; None if the recipe changes no colors.
+
+    A pixel x becomes (x + shift) · factor; the shift is uniform in ±brightness, the factor in 1 ± contrast. The numbers
+    of the whole batch are drawn at once, which costs a GPU one small kernel.
+    """
+    if not (recipe.augment.brightness or recipe.augment.contrast):
+        return None
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), COLOR)
+    uniform = jax.random.uniform(key, (recipe.batch.size, 2), jnp.float32, -1, 1)[positions]
+    factor = 1 + recipe.augment.contrast * uniform[:, 1]
+    return factor, recipe.augment.brightness * uniform[:, 0] * factor
 
 
 def make_views(images: jax.Array, count: int) -> list[tuple[float, jax.Array]]:
@@ -56,7 +93,7 @@ def smooth_labels(labels: jax.Array, classes: int, smoothing: float) -> jax.Arra
     return jax.nn.one_hot(labels, classes) * (1 - smoothing) + smoothing / classes
 
 
-def make_position_keys(seed: int, step: jax.Array, positions: jax.Array) -> jax.Array:
+def make_position_keys(seed: int | jax.Array, step: jax.Array, positions: jax.Array) -> jax.Array:
     """Return one random key per position of the global batch at this step."""
     at_step = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(at_step, positions)
