@@ -68,3 +68,25 @@ def test_mask_goes_by_the_last_name_in_any_kind_of_tree():
     assert nnx.to_pure_dict(parameter_groups.mask_skipped(state, ("bias",))) == expected
     assert parameter_groups.mask_skipped({"scale": 1.0, "scales": 3.0}, ("scale",)) == {"scale": False, "scales": True}
     assert parameter_groups.mask_skipped(1.0, ("scale",)) is True
+
+
+STEM = {"schedule.stem_epochs": 3, "schedule.end": 0, "schedule.decay": "polynomial", "train.epochs": 10}
+
+
+@pytest.mark.parametrize("steps", [1, 7, 100, 267])
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_updates_without_a_gradient_of_the_first_layer_are_those_at_rate_zero(steps, warmup):
+    recipe = override_recipe(Recipe(), STEM | {"schedule.warmup_epochs": warmup})
+    schedule = schedules.make_schedule(recipe, steps, steps / 10)
+    rate = parameter_groups.make_group_rates(recipe, schedule, "stem", "head")["rest of the stem"]
+    count = parameter_groups.count_stem_updates(recipe, steps)
+    assert all(float(rate(step)) < 1e-5 for step in range(count, steps))  # but for rounding, 0
+    assert count == 1 or float(rate(count - 1)) > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"schedule.end": 1e-4}, {"schedule.decay": "constant"}, {"schedule.stem_epochs": 0}, {"optimizer.clip_norm": 1.0}],
+)
+def test_the_first_layer_always_has_a_gradient_where_it_matters(changes):
+    assert parameter_groups.count_stem_updates(override_recipe(Recipe(), STEM | changes), 100) == 100

@@ -92,6 +92,12 @@ class FunctionalModel:
         """Return the parameters that `split` has split."""
         return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen)) if frozen else trained
 
+    def stop_stem_gradient(self, trained: Tree) -> Tree:
+        """Return what is trained, with no gradient through the parameters of the first layer."""
+        flat = flatten_dict(trained)
+        stem = {path: leaf for path, leaf in flat.items() if is_within(join_path(path), (self.stem,))}
+        return unflatten_dict(flat | jax.lax.stop_gradient(stem))
+
     def apply_updates(self, params: Tree, updates: Tree) -> Tree:
         """Return the parameters after updates of what is trained."""
         trained, frozen = self.split(params)

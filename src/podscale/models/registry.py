@@ -68,8 +68,8 @@ def unregister_model(name: str) -> None:
     _builders.pop(name, None)
 
 
-def build_model(config: recipe.Model, classes: int, image_size: int, seed: int = 0) -> nnx.Module:
-    """Return the network that `config` names, with random weights from `seed`.
+def build_model(config: recipe.Model, classes: int, image_size: int, seed: int | jax.Array = 0) -> nnx.Module:
+    """Return the network that `config` names, with random weights from `seed`, a number or a random key.
 
     Raises:
         UserError: there is no such network, or it cannot have these classes, images or this precision.

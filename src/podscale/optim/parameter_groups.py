@@ -4,6 +4,7 @@ Biases, the head and the first layer may have learning rates of their own (`sche
 `schedule.stem_epochs`). Parameters whose last name is in `optimizer.skip` have neither weight decay nor trust ratio.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,24 @@ def make_group_rates(
         speedup = max(1.0, recipe.train.epochs / settings.stem_epochs)
         rates |= {group + STEM_SUFFIX: _compress_rate(rate, speedup) for group, rate in rates.items()}
     return rates
+
+
+def count_stem_updates(recipe: Recipe, steps: int) -> int:
+    """Return how many of `steps` updates need the gradient of the first layer.
+
+    With `schedule.stem_epochs` and a decay to 0 the first layer has a rate of 0 after those epochs, and its gradient
+    changes nothing; unless gradients are clipped by their norm, which it is a part of.
+
+    >>> from podscale.recipe import Recipe, override_recipe
+    >>> changes = {"schedule.stem_epochs": 2, "schedule.end": 0, "train.epochs": 8}
+    >>> count_stem_updates(override_recipe(Recipe(), changes), 100), count_stem_updates(Recipe(), 100)
+    (25, 100)
+    """
+    settings = recipe.schedule
+    decays_to_zero = settings.end == 0 and settings.decay in ("polynomial", "cosine")
+    if not settings.stem_epochs or not decays_to_zero or recipe.optimizer.clip_norm:
+        return steps
+    return min(steps, math.ceil(steps * settings.stem_epochs / recipe.train.epochs))
 
 
 def label_groups(settings: Optimizer, groups: set[str], stem: str, head: str, params: Any) -> Any:

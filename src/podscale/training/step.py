@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 from podscale.data.picks import PICK_NUMBERS
 from podscale.models.functional import FunctionalModel, Tree
 from podscale.optim import optimizers
-from podscale.optim.norms import compute_global_norm, compute_joined_global_norm, compute_norms
+from podscale.optim.norms import (
+    compute_global_norm,
+    compute_joined_global_norm,
+    compute_norm,
+    compute_norm_unflattened,
+    compute_norms,
+)
+from podscale.optim.parameter_groups import count_stem_updates
 from podscale.parallel import batch_norm, sharded
 from podscale.parallel.summation import sum_tree
 from podscale.plan import Plan
@@ -26,6 +33,9 @@ from podscale.recipe import Recipe
 from podscale.training import views
 from podscale.training.device_input import augment, resident
 
+# What XLA puts into CUDA graphs: its default, and convolutions and loops.
+GRAPHED_OPERATIONS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION,CONDITIONAL,WHILE"
+GRAPHED_MODELS = ("cifarnet",)  # models that were faster with it
 OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
 
 
@@ -69,41 +79,61 @@ def init_state(recipe: Recipe, params: Tree, stats: Tree, optimizer: optax.Gradi
 
 
 def make_train_call(
-    net: FunctionalModel, plan: Plan, optimizer: optax.GradientTransformation, schedule: optax.Schedule, mesh: Mesh
+    net: FunctionalModel,
+    plan: Plan,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    mesh: Mesh,
+    *,
+    takes_seed: bool = False,
 ) -> Any:
     """Return the jitted call: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state, metrics [S].
 
     S is `plan.steps_per_call`, M `plan.micro_batches` and B the global batch. Only the first `count` of the S updates
     are done; the metrics of the others are zero. If the images live on the devices, `images` are picks [S, M, B/M, 4],
     and a fifth argument holds all images, uint8 [samples, height, width, 3].
+
+    With `takes_seed` the last argument is the seed, a uint32, which replaces the recipe's.
     """
     update = partial(_update, net, plan, optimizer, schedule)
+    stem_updates = count_stem_updates(plan.recipe, plan.steps)  # later ones need no gradient of the first layer
 
     def call(
-        state: State, images: jax.Array, labels: jax.Array, count: jax.Array, *all_images: jax.Array
+        state: State, images: jax.Array, labels: jax.Array, count: jax.Array, *more: jax.Array
     ) -> tuple[State, Metrics]:
+        seed = more[-1] if takes_seed else None
+
         def get_images(i: Any) -> jax.Array:
             if not plan.resident:
                 return images[i]
-            return resident.crop_picks(all_images[0], images[i], plan.recipe.data.image_size)
+            return resident.crop_picks(more[0], images[i], plan.recipe.data.image_size)
 
         if plan.steps_per_call == 1:
-            state, metrics = update(state, get_images(0), labels[0])
+            branches = [partial(update, seed=seed, trains_stem=trains_stem) for trains_stem in (True, False)]
+            arguments = state, get_images(0), labels[0]
+            if stem_updates == plan.steps:
+                state, metrics = branches[0](*arguments)
+            else:
+                state, metrics = lax.cond(state.step < stem_updates, *branches, *arguments)
             return state, jax.tree.map(lambda m: m[None], metrics)
 
-        def body(i: jax.Array, carry: tuple[State, Metrics]) -> tuple[State, Metrics]:
+        def body(trains_stem: bool, i: jax.Array, carry: tuple[State, Metrics]) -> tuple[State, Metrics]:
             state, history = carry
-            state, metrics = update(state, get_images(i), labels[i])
+            state, metrics = update(state, get_images(i), labels[i], seed=seed, trains_stem=trains_stem)
             return state, jax.tree.map(lambda values, m: values.at[i].set(m), history, metrics)
 
         zeros = jnp.zeros(plan.steps_per_call, jnp.promote_types(_get_dtype(state), jnp.float32))
-        return lax.fori_loop(0, count, body, (state, Metrics(*[zeros] * len(Metrics._fields))))
+        carry = state, Metrics(*[zeros] * len(Metrics._fields))
+        if stem_updates == plan.steps:
+            return lax.fori_loop(0, count, partial(body, True), carry)
+        turn = jnp.clip(stem_updates - state.step, 0, count)
+        return lax.fori_loop(turn, count, partial(body, False), lax.fori_loop(0, turn, partial(body, True), carry))
 
     data, state_specs = P(None, None, BATCH_AXES), _make_state_specs(net, plan, optimizer)
     mapped = jax.shard_map(
         call,
         mesh=mesh,
-        in_specs=(state_specs, data, data, P(), *[P()] * plan.resident),
+        in_specs=(state_specs, data, data, P(), *[P()] * (plan.resident + takes_seed)),
         out_specs=(state_specs, P()),
         axis_names=set(ALL_AXES),
         check_vma=False,
@@ -143,10 +173,16 @@ def make_compiler_options(plan: Plan) -> dict[str, Any]:
 
     Without a limit on the size of a sum, the TPU compiler merges all buckets into one sum, which cannot start before
     the backward pass has ended.
+
+    Where images live on one GPU and updates are short, the whole loop of a call becomes one CUDA graph, convolutions
+    included.
     """
-    if not plan.pod.devices or plan.pod.devices[0].platform != "tpu" or not plan.bucket_bytes:
-        return {}
-    return {"xla_jf_crs_combiner_threshold_in_bytes": plan.bucket_bytes}
+    platform = plan.pod.devices[0].platform if plan.pod.devices else ""
+    if platform == "gpu" and plan.resident and plan.pod.size == 1 and plan.recipe.model.name in GRAPHED_MODELS:
+        return {"xla_gpu_enable_command_buffer": GRAPHED_OPERATIONS}
+    if platform == "tpu" and plan.bucket_bytes:
+        return {"xla_jf_crs_combiner_threshold_in_bytes": plan.bucket_bytes}
+    return {}
 
 
 def _update(
@@ -157,10 +193,13 @@ def _update(
     state: State,
     images: jax.Array,
     labels: jax.Array,
+    *,
+    seed: jax.Array | None,
+    trains_stem: bool,
 ) -> tuple[State, Metrics]:
-    """Do one update with this device's images [M, m, h, w, 3]."""
+    """Do one update with this device's images [M, m, h, w, 3]; the first layer has no gradient unless `trains_stem`."""
     recipe = plan.recipe
-    local = _sum_micro_batches(net, plan, state, images, labels)
+    local = _sum_micro_batches(net, plan, state, images, labels, seed, trains_stem)
     if plan.summation == sharded.NAME:
         params, opt_state, grad_norm, moments, counts = _apply_sharded_update(net, plan, optimizer, state, local)
     else:
@@ -168,7 +207,8 @@ def _update(
         with jax.named_scope(OPTIMIZER):
             updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
             params = net.apply_updates(state.params, updates)
-            grad_norm = compute_joined_global_norm(grads)
+            norm = compute_norm_unflattened if recipe.optimizer.renormalize else compute_norm
+            grad_norm = compute_joined_global_norm(grads, norm)
     stats = (
         batch_norm.update_running_statistics(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
     )
@@ -188,7 +228,13 @@ def _update(
 
 
 def _sum_micro_batches(
-    net: FunctionalModel, plan: Plan, state: State, images: jax.Array, labels: jax.Array
+    net: FunctionalModel,
+    plan: Plan,
+    state: State,
+    images: jax.Array,
+    labels: jax.Array,
+    seed: jax.Array | None,
+    trains_stem: bool,
 ) -> tuple[Tree, ...]:
     """Sum gradients, moments and counts over this device's micro-batches.
 
@@ -202,8 +248,9 @@ def _sum_micro_batches(
     def compute_loss(
         trainable: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, Any]:
-        params = net.join(trainable, frozen)
-        inputs, targets = augment.prepare_batch(recipe, images, labels, state.step, positions, plan.counts.classes)
+        params = net.join(trainable if trains_stem else net.stop_stem_gradient(trainable), frozen)
+        classes = plan.counts.classes
+        inputs, targets = augment.prepare_batch(recipe, images, labels, state.step, positions, classes, seed)
         logits, moments = net.train(params, state.stats, inputs, plan.groups, plan.kernels)
         losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
         correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)
