@@ -67,6 +67,9 @@ class Model:
     stem: Literal["conv7", "space_to_depth", "small"] = _field(
         "small", "7x7 stride 2 and max-pool; the same function on 2x2 blocks; or 3x3 for small images"
     )
+    activation: Literal["default", "cubic_gelu"] = _field(
+        "default", "ReLU of ResNets and GELU of cifarnet; or a cubic that is close to GELU and faster (cifarnet)"
+    )
     width: int = _field(64, "channels of the first stage")
     precision: Literal["float32", "bfloat16", "float64"] = _field(
         "float32", "of the computation; parameters and statistics are at least float32 (float64 is for checking)"

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ from podscale.errors import UserError
 from podscale.export import inference, write
 from podscale.models import cifarnet, registry
 from podscale.runs.folder import Run
-from podscale.training import loop, setup, step
+from podscale.training import compilation, loop, setup, step, views
 from podscale.training.checkpoint import Checkpoints
 from podscale.training.device_input import augment
 from podscale.training.trained import load_trained
@@ -60,6 +61,7 @@ def recipe(stripes):
         "data.image_size": SIZE,
         "data.classes": CLASSES,
         "data.eval_views": 1,
+        "data.eval_confidence": 1.0,
         "model.width": 8,
         "model.precision": "float32",
         "batch.size": 100,
@@ -96,13 +98,10 @@ def load_states(folder, recipe):
 # --- the network -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.heavy
-def test_whitened_patches_are_uncorrelated_with_equal_variance(stripes):
+def test_filters_whiten_patches_of_given_moments(stripes):
     images = (stripes[1]["train_images"] / np.float32(255) - np.float32(0.5)) / np.float32(0.25)
-    filters = cifarnet.compute_whitening_filters(images)
-    corners = [(y, x) for y in range(2) for x in range(2)]
-    parts = [images[:, y : y + SIZE - 1, x : x + SIZE - 1] for y, x in corners]
-    patches = np.concatenate(parts, axis=3).reshape(-1, 12).astype(np.float64)
+    patches = cut_patches(images)
+    filters = cifarnet.compute_whitening_filters(patches.T @ patches / len(patches))
     covariance = (patches @ filters.T).T @ (patches @ filters.T) / len(patches)
     assert np.abs(covariance - np.diag(np.diag(covariance))).max() < 1e-9
     variances = 1 / (filters**2).sum(axis=1) - cifarnet.VARIANCE_EPSILON
@@ -110,15 +109,58 @@ def test_whitened_patches_are_uncorrelated_with_equal_variance(stripes):
     assert (np.diff(variances) <= 0).all()
 
 
+def cut_patches(images):
+    """Return all 2x2 patches [n, 12] in float64, each as [height, width, channel]."""
+    height, width = (side - 1 for side in images.shape[1:3])
+    parts = [images[:, y : y + height, x : x + width] for y in range(2) for x in range(2)]
+    return np.concatenate(parts, axis=3).reshape(-1, 12).astype(np.float64)
+
+
+def bound_moment_error(images):
+    """Return a bound on the spectral norm of the error of moments whose sums over an image are in float32.
+
+    A float32 sum of the n patches' products of an image, in any order, has an error of at most γ(n)·Σ|xᵢxⱼ| with
+    γ(n) = nu/(1 - nu) and u = 2⁻²⁴, the products' own rounding included (Higham 2002, section 3.1); HIGHEST may split
+    each factor, which adds less than 2u. The sum over images is in float64. So each moment is wrong by at most
+    γ(n+2)·E|xᵢxⱼ| <= γ(n+2)·√(E xᵢ² E xⱼ²), and the Frobenius norm of such a matrix is γ(n+2) times the trace of the
+    moments.
+    """
+    n = (images.shape[1] - 1) * (images.shape[2] - 1) + 2
+    return n * 2.0**-24 / (1 - n * 2.0**-24) * (cut_patches(images) ** 2).mean(axis=0).sum()
+
+
+def assert_whitens(kernel, images):
+    """Check that the first 12 filters make patches uncorrelated, with the variance λ/(λ + ε) for moments of variance λ.
+
+    Filters F come from moments M + E, which they make diagonal: F(M + E)Fᵀ = D, with D = λ/(λ + ε). So the patches'
+    own covariance FMFᵀ differs from D by FEFᵀ, of norm at most ‖E‖·‖F‖², and ‖F‖² is 1/(smallest λ + ε), which is the
+    largest |f|². A float32 kernel is F(1 + δ) with |δ| <= u, which adds 3u·trace(M)·‖F‖² at most.
+    """
+    filters = np.asarray(kernel, np.float64)[..., :12].reshape(12, 12).T
+    patches = cut_patches(images)
+    covariance = (patches @ filters.T).T @ (patches @ filters.T) / len(patches)
+    squared_norms = (filters**2).sum(axis=1)  # 1/(λ + ε)
+    error = bound_moment_error(images) + 3 * 2.0**-24 * (patches**2).mean(axis=0).sum()
+    expected = np.diag(1 - cifarnet.VARIANCE_EPSILON * squared_norms)
+    assert np.abs(covariance - expected).max() <= error * squared_norms.max()
+    assert error * squared_norms.max() < 5e-3  # the bound is tight enough to mean something
+    assert (np.diff(squared_norms) >= 0).all()
+
+
+def test_moments_of_patches_are_those_of_all_patches(monkeypatch):
+    images = np.random.default_rng(0).normal(size=(50, 9, 7, 3)).astype(np.float32)
+    patches = cut_patches(images)
+    expected = patches.T @ patches / len(patches)
+    assert np.linalg.norm(cifarnet.compute_patch_moments(images) - expected, 2) <= bound_moment_error(images)
+    monkeypatch.setattr(cifarnet, "PATCH_VALUES", 12 * 8 * 6 * 20)  # 20 images at once
+    assert np.linalg.norm(cifarnet.compute_patch_moments(images) - expected, 2) <= bound_moment_error(images)
+
+
 def test_first_layer_holds_both_signs_of_every_filter():
-    layer = cifarnet.Whitening("float32", nnx.Rngs(0))
     images = np.random.default_rng(0).normal(size=(50, 9, 9, 3)).astype(np.float32)
-    layer.fit(images)
-    kernel = np.asarray(layer.kernel[...])
+    kernel = cifarnet.compute_whitening_kernel(images)
     np.testing.assert_array_equal(kernel[..., :12], -kernel[..., 12:])
-    np.testing.assert_allclose(
-        kernel[..., :12].reshape(12, 12).T, cifarnet.compute_whitening_filters(images), rtol=1e-5, atol=1e-6
-    )
+    assert_whitens(kernel, images)
 
 
 def test_convolutions_start_as_the_identity_as_far_as_they_have_channels():
@@ -158,6 +200,19 @@ def test_gelu_and_its_gradient_match_flax():
     np.testing.assert_allclose(jax.vmap(jax.grad(cifarnet.gelu))(x), jax.vmap(jax.grad(nnx.gelu))(x), atol=1e-6)
 
 
+def test_cubic_gelu_is_close_to_gelu_and_its_gradient_is_that_of_its_formula():
+    x = jnp.linspace(-4, 4, 101)
+    np.testing.assert_allclose(cifarnet.cubic_gelu(x), nnx.gelu(x, approximate=False), atol=0.031)
+
+    def compute_by_formula(x):
+        t = jnp.clip(x / cifarnet.GATE_EDGE, -1, 1)
+        return x * (1 / 2 + 3 / 4 * t - 1 / 4 * t**3)
+
+    np.testing.assert_allclose(cifarnet.cubic_gelu(x), compute_by_formula(x), atol=1e-6)
+    ours, expected = (jax.vmap(jax.grad(f))(x) for f in (cifarnet.cubic_gelu, compute_by_formula))
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
 def test_network_has_two_million_parameters_and_no_scales():
     model = nnx.eval_shape(lambda: registry.build_model(recipes.load_recipe("cifar10-fast").model, 10, 32))
     names = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
@@ -168,6 +223,16 @@ def test_network_has_two_million_parameters_and_no_scales():
 def test_images_that_are_too_small_are_refused():
     with pytest.raises(UserError, match="image_size 8 does not fit cifarnet, which needs at least 9"):
         registry.build_model(recipes.Model(name="cifarnet"), 10, 8)
+
+
+def test_blocks_need_an_even_size():
+    with pytest.raises(UserError, match=r"image_size 11 does not fit model\.stem space_to_depth"):
+        registry.build_model(recipes.Model(name="cifarnet", stem="space_to_depth"), 10, 11)
+
+
+def test_a_resnet_has_no_activation_of_cifarnet():
+    with pytest.raises(UserError, match="activation cubic_gelu is for cifarnet"):
+        registry.build_model(recipes.Model(name="resnet8", activation="cubic_gelu"), 10, 8)
 
 
 # --- the recipe --------------------------------------------------------------------------------------------------
@@ -184,8 +249,7 @@ def test_whitening_fits_the_training_images_and_stays_while_its_bias_learns_at_f
     first, last = (state.params["layers"] for state in load_states(trained[0], recipe))
     images = stripes[1]["train_images"] / np.float32(255)
     mean, std = (np.asarray(value, np.float32) for value in (recipe.data.mean, recipe.data.std))
-    filters = cifarnet.compute_whitening_filters((images - mean) / std)
-    np.testing.assert_allclose(first[0]["kernel"][..., :12].reshape(12, 12).T, filters, rtol=1e-5, atol=1e-5)
+    assert_whitens(first[0]["kernel"], (images - mean) / std)
     np.testing.assert_array_equal(first[0]["kernel"], last[0]["kernel"])
     assert np.abs(first[0]["bias"]).max() == 0 < np.abs(last[0]["bias"]).max()
     middle = load_state(trained[0], recipe, 12).params["layers"]
@@ -209,6 +273,30 @@ def test_muon_keeps_the_norms_of_kernels(trained, recipe):
 
 @pytest.mark.heavy
 @pytest.mark.slow
+def test_calls_may_end_anywhere_around_the_update_after_which_the_first_layer_has_no_gradient(recipe):
+    """It learns for the first six updates and not after them, whether calls have one update or four."""
+
+    def train_by_calls_of(steps_per_call):
+        options = Options(cache="device", steps_per_call=steps_per_call)
+        prepared = setup.prepare(recipe, make_torus(), options)
+        call, state, biases = compilation.compile_train_step(prepared), setup.fit_model(prepared).state, []
+        calls = [range(a, a + steps_per_call) for a in range(0, 8, steps_per_call)]
+        with setup.load_train_batches(prepared, calls) as batches:
+            for batch in batches:
+                state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))
+                biases.append(np.asarray(state.params["layers"][0]["bias"]))
+        return biases, jax.device_get(state.params)
+
+    biases, expected = train_by_calls_of(1)
+    moves = [np.abs(after - before).max() for before, after in pairwise(biases)]
+    assert min(moves[:4]) > 0 == max(moves[5:])
+    other_biases, params = train_by_calls_of(4)
+    np.testing.assert_allclose(other_biases[-1], biases[-1], rtol=1e-3, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
 def test_resume_is_bit_identical(trained, recipe, tmp_path):
     """Resumes from the middle, on the same pod, with its images now on the host."""
     options = Options(cache="none")
@@ -228,13 +316,13 @@ def test_resume_is_bit_identical(trained, recipe, tmp_path):
 @pytest.mark.heavy
 def test_evaluation_prediction_and_export_average_over_the_same_views(trained, stripes, tmp_path):
     run = Run.load(trained[0])
-    recipe = run.recipe.override({"data.eval_views": 6})
+    recipe = run.recipe.override({"data.eval_views": 6, "data.eval_confidence": 1.0})
     run_with_views = Run(run.folder, recipe)
     images, labels = stripes[1]["test_images"], stripes[1]["test_labels"]
     model = load_trained(run_with_views, "newest")
-    views = augment.make_views(jnp.asarray(images), 6)
-    logits = [model.net.evaluate(model.params, model.stats, augment.normalize(recipe, v)) for _, v in views]
-    expected = jax.nn.softmax(sum(weight * logit for (weight, _), logit in zip(views, logits, strict=True)))
+    six_views = augment.make_views(jnp.asarray(images), 6)
+    logits = [model.net.evaluate(model.params, model.stats, augment.normalize(recipe, v)) for _, v in six_views]
+    expected = jax.nn.softmax(sum(weight * logit for (weight, _), logit in zip(six_views, logits, strict=True)))
     probabilities = step.make_predictor(model.net, recipe)(model.params, model.stats, images)
     np.testing.assert_allclose(probabilities, expected, atol=1e-5)
     accuracy = (np.asarray(expected).argmax(1) == labels).mean()
@@ -247,6 +335,28 @@ def test_evaluation_prediction_and_export_average_over_the_same_views(trained, s
     np.testing.assert_allclose(load_exported(tmp_path / "net.stablehlo")(images), expected, atol=1e-4)
     with pytest.raises(UserError, match="ONNX is written for ResNets, not for a CifarNet"):
         write.export_model(run_with_views, tmp_path / "net.onnx")
+
+
+def test_further_views_are_computed_only_where_the_first_is_not_confident(trained, stripes):
+    """The loop of evaluation gives what prediction gives, whatever the share of images that need further views."""
+    run = Run.load(trained[0])
+    model = load_trained(run, "newest")
+    images = jnp.asarray(stripes[1]["test_images"])
+
+    def compute(confidence, function):
+        recipe = run.recipe.override({"data.eval_views": 6, "data.eval_confidence": confidence})
+        return np.asarray(function(model.net, recipe, model.params, model.stats, images, ""))
+
+    first, average = compute(0.0, views.average_views), compute(1.0, views.average_views)
+    assert np.abs(first - average).max() > 1e-3
+    confidences = np.asarray(jax.nn.softmax(first)).max(1)
+    for share in (0.01, 0.3, 0.9):
+        threshold = float(np.sort(confidences)[int(share * len(confidences))])
+        expected = compute(threshold, views.average_views)
+        np.testing.assert_allclose(expected, np.where((confidences < threshold)[:, None], average, first), atol=1e-6)
+        np.testing.assert_allclose(compute(threshold, views.evaluate_views), expected, atol=1e-5)
+    np.testing.assert_allclose(compute(0.0, views.evaluate_views), first, atol=1e-6)
+    np.testing.assert_allclose(compute(1.0, views.evaluate_views), average, atol=1e-6)
 
 
 def load_exported(path):
@@ -267,8 +377,8 @@ def test_benchmark_times_several_seeds_with_one_program(recipe):
     fields |= {"schedule": ("bias_peak", "head_peak", "stem_epochs"), "train": ("epochs",)}
     settings = [f"{name}.{f}={getattr(getattr(recipe, name), f)}" for name, all_ in fields.items() for f in all_]
     script = Path(__file__).parents[2] / "benchmarks" / "cifar_speed.py"
-    command = [sys.executable, script, recipe.data.path, "--seeds", "3", "--only", "podscale", "--set", *settings]
+    command = [sys.executable, script, recipe.data.path, "--seeds", "3", "--steps-per-call", "4", "--set", *settings]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    assert len(re.findall(r"^ +\d  +\d+\.\d\d%  +\d+\.\d+ s  +\d+\.\d+ s with evaluation$", done.stdout, re.M)) == 3
+    assert len(re.findall(r"^ +\d  +\d+\.\d\d%  +\d+\.\d+ s$", done.stdout, re.M)) == 3
     assert float(re.search(r"accuracy +mean ([\d.]+) %", done.stdout)[1]) > 90

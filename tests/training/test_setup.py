@@ -25,13 +25,13 @@ QUIET = Console(quiet=True)
 
 
 class Fitted(OwnModel):
-    """A model whose `fit` stores the images' mean in its head, and counts its calls."""
+    """A model whose `fit_parameters` stores the images' mean in its head, and counts its calls."""
 
     calls = 0
 
-    def fit(self, images):
+    def fit_parameters(self, images):
         type(self).calls += 1
-        self.head.bias[...] = self.head.bias[...] + float(images.mean()) + 1
+        return {"head.bias": np.full(self.head.bias.shape, images.mean() + 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +123,30 @@ def test_no_array_is_read_to_see_whether_a_model_has_a_fit(recipe, pod):
         assert has_fit(setup) == expected
         if not expected:
             assert fit_model(setup) is setup
+
+
+def fit_with(recipe, pod, fit_parameters):
+    kind = type("Other", (OwnModel,), {"fit_parameters": fit_parameters})
+    return fit_model(prepare(recipe, pod, model=make_model(kind)))
+
+
+def test_fitted_parameters_enter_the_average_too(recipe, pod):
+    state = fit_model(prepare(recipe.override({"optimizer.average": 0.9}), pod, model=make_model())).state
+    np.testing.assert_array_equal(state.average["params"]["head"]["bias"], state.params["head"]["bias"])
+    assert np.abs(state.params["head"]["bias"]).max() > 0
+
+
+def test_fitted_parameters_that_the_model_does_not_have_are_refused(recipe, pod):
+    with pytest.raises(UserError, match=r"no parameter 'head.bais'.*head.bias"):
+        fit_with(recipe, pod, lambda self, images: {"head.bais": np.zeros(10)})
+    with pytest.raises(UserError, match=r"head.bias has shape \(10,\), not \(9,\)"):
+        fit_with(recipe, pod, lambda self, images: {"head.bias": np.zeros(9)})
+
+
+def test_a_model_with_the_former_method_fit_is_refused(recipe, pod):
+    kind = type("Old", (OwnModel,), {"fit": lambda self, images: None})
+    with pytest.raises(UserError, match=r"Old\.fit is no longer called; rename it to fit_parameters"):
+        initialize(prepare(recipe, pod, model=make_model(kind)))
 
 
 # --- lanes ---------------------------------------------------------------------------------------------------------

@@ -69,6 +69,27 @@ class FunctionalModel:
         """Return the flax module with these parameters and statistics."""
         return nnx.merge(self.graph, _fill(self._params, params), _fill(self._stats, stats))
 
+    def build_abstract_module(self) -> Any:
+        """Return the flax module with shapes instead of arrays."""
+        return nnx.merge(self.graph, self._params, self._stats)
+
+    def replace_parameters(self, params: Tree, arrays: dict[str, Any]) -> Tree:
+        """Return the parameters with some of them replaced, by names such as `layers.0.kernel`.
+
+        Raises:
+            UserError: there is no parameter of that name and shape.
+        """
+        flat = flatten_dict(params)
+        paths = {join_path(path): path for path in flat}
+        for name, array in arrays.items():
+            if name not in paths:
+                raise UserError(f"the model has no parameter {name!r}: {suggest_names(name, paths)}")
+            old = flat[paths[name]]
+            if old.shape != array.shape:
+                raise UserError(f"the parameter {name} has shape {old.shape}, not {array.shape}")
+            flat[paths[name]] = array.astype(old.dtype)
+        return unflatten_dict(flat)
+
     def get_param_shapes(self) -> Tree:
         """Return the shapes and dtypes of the parameters, as nested dicts."""
         return nnx.to_pure_dict(self._params)

@@ -2,8 +2,11 @@
 
 A builder takes the recipe's model section, the number of classes, the side of the images in pixels and the random keys,
 and returns a module that maps images [images, height, width, 3] to logits [images, classes]. A module that normalizes
-over the batch uses `podscale.BatchNorm`, so that its groups follow the recipe on every pod. If the module has a method
-`fit`, it gets some training images before training starts, normalized, float32 [images, height, width, 3].
+over the batch uses `podscale.BatchNorm`, so that its groups follow the recipe on every pod.
+
+If the module has a method `fit_parameters`, a run that starts from scratch calls it with some training images,
+normalized, float32 [images, height, width, 3]. It returns the parameters that follow from them as arrays by name, such
+as `layers.0.kernel`. It is called on a module of shapes without values, so it must not read the module's arrays.
 """
 
 import functools

@@ -263,8 +263,10 @@ def build_resnet(name: str, config: recipe.Model, classes: int, image_size: int,
     """Return the ResNet of that name in `DEPTHS`.
 
     Raises:
-        UserError: images of that size do not fit its stem.
+        UserError: images of that size do not fit its stem, or it cannot have the activation.
     """
+    if config.activation != "default":
+        raise UserError(f"model.activation {config.activation} is for cifarnet; {name} has default")
     _check_image_size(config.stem, image_size)
     block, stages = DEPTHS[name]
     return ResNet(block, stages, config, classes, rngs)

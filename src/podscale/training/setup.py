@@ -24,6 +24,7 @@ from podscale.data import cache, decode, loader, prefetch
 from podscale.data.files import Progress
 from podscale.data.index.dataset import NO_IMAGES, Index, Splits, open_index
 from podscale.data.order import check_lanes
+from podscale.errors import UserError
 from podscale.forecast import choice
 from podscale.forecast.choice import Choice
 from podscale.models import registry
@@ -41,7 +42,7 @@ from podscale.training.initial_weights import InitialWeights
 from podscale.training.memory import estimate_memory
 from podscale.training.step import State
 
-FIT_IMAGES = 5000  # training images that a model's `fit` gets at most
+FIT_IMAGES = 5000  # training images that a model's `fit_parameters` gets at most
 
 
 class Setup(NamedTuple):
@@ -145,7 +146,7 @@ def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
 def initialize(setup: Setup) -> tuple[Setup, InitialWeights | None]:
     """Return the setup with the state that a run from scratch starts from, and the weights that it starts from, if any.
 
-    A model's `fit` runs only where it leaves a trace: not if initial weights replace all parameters.
+    A model's `fit_parameters` runs only where it leaves a trace: not if initial weights replace all parameters.
     """
     if not setup.recipe.model.init:
         return fit_model(setup), None
@@ -156,29 +157,57 @@ def initialize(setup: Setup) -> tuple[Setup, InitialWeights | None]:
 
 
 def has_fit(setup: Setup) -> bool:
-    """Whether the model has a `fit`, by its graph alone: no array is read."""
-    params, stats = jax.eval_shape(lambda state: (state.params, state.stats), setup.state)
-    return hasattr(setup.net.build_module(params, stats), "fit")
+    """Return whether the model has a `fit_parameters`, by its graph alone: no array is read.
+
+    Raises:
+        UserError: it has a method `fit` instead, which once changed the model in place.
+    """
+    model = setup.net.build_abstract_module()
+    if hasattr(model, "fit_parameters"):
+        return True
+    if callable(getattr(model, "fit", None)):
+        raise UserError(
+            f"{type(model).__name__}.fit is no longer called; rename it to fit_parameters and let it return the "
+            "parameters that it changes, such as {'head.bias': array}"
+        )
+    return False
 
 
 def fit_model(setup: Setup) -> Setup:
-    """Return the setup with its model fitted to training images; unchanged if the model has no `fit`.
+    """Return the setup with its model fitted to training images; unchanged if the model has no `fit_parameters`."""
+    if not has_fit(setup):
+        return setup
+    params, stats = jax.device_get((setup.state.params, setup.state.stats))
+    params = setup.net.replace_parameters(params, fit_parameters(setup))
+    return _place_on_devices(setup._replace(state=steps.init_state(setup.recipe, params, stats, setup.optimizer)))
+
+
+def fit_parameters(setup: Setup, resident_images: jax.Array | None = None) -> dict[str, NDArray[Any]]:
+    """Return the parameters that the model's `fit_parameters` computes from training images, by name.
 
     The images are spread evenly over the data set and cropped as in evaluation. All processes use the parameters that
     the main process computes.
+
+    Args:
+        setup: its model has a `fit_parameters`.
+        resident_images: all training images, uint8, if they live on the devices and need no crop; else they are loaded.
     """
-    if not has_fit(setup):
-        return setup
     recipe, index = setup.recipe, setup.data.train
-    params, stats = jax.device_get((setup.state.params, setup.state.stats))
-    model = setup.net.build_module(*jax.tree.map(jnp.asarray, (params, stats)))
     count = min(len(index), FIT_IMAGES)
     samples = np.arange(count) * len(index) // count
-    images = loader.load_eval_images(index, samples.tolist(), recipe)
     mean, std = (np.asarray(value, np.float32) for value in (recipe.data.mean, recipe.data.std))
-    model.fit((images / np.float32(255) - mean) / std)
-    params = group.broadcast_arrays(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    return _place_on_devices(setup._replace(state=steps.init_state(recipe, params, stats, setup.optimizer)))
+    if resident_images is None:
+        images = loader.load_eval_images(index, samples.tolist(), recipe)
+        inputs = (images / np.float32(255) - mean) / std
+    else:
+        inputs = _normalize_samples(resident_images, samples, mean, std)
+    fitted = setup.net.build_abstract_module().fit_parameters(inputs)
+    return group.broadcast_arrays({name: np.asarray(array) for name, array in fitted.items()})
+
+
+@jax.jit
+def _normalize_samples(images: jax.Array, samples: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
+    return (images[samples] / jnp.float32(255) - mean) / std
 
 
 def load_initial_weights(setup: Setup) -> tuple[Setup, InitialWeights]:
