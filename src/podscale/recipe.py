@@ -19,7 +19,7 @@ from podscale.config.fields import document_field as _field
 from podscale.config.fields import replace_fields
 from podscale.config.ranges import check_ranges
 from podscale.config.suggestions import list_divisors, suggest_names, suggest_numbers
-from podscale.config.toml import MAX_TOML_BYTES, parse_toml
+from podscale.config.toml import MAX_TOML_BYTES, format_toml, parse_toml
 from podscale.errors import UserError
 from podscale.storage.files import read_text
 
@@ -215,15 +215,16 @@ class Recipe:
             lines += [
                 "",
                 f"[{section}]",
-                *(f"{key} = {_format_toml(value)}" for key, value in fields.items()),
+                *(f"{key} = {format_toml(value)}" for key, value in fields.items()),
             ]
         return "\n".join(lines) + "\n"
 
     def digest(self) -> str:
         """Return eight hex digits that change with anything that changes what is learnt."""
         sections = self.to_dict()
-        if self.data.max_image_mib == Data.max_image_mib:  # it is younger than folders that this digest names
-            del sections["data"]["max_image_mib"]
+        for section, field in (name.split(".") for name in NEW_FIELDS):
+            if sections[section][field] == getattr(SECTIONS[section], field):
+                del sections[section][field]
         return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:8]
 
     def steps(self, samples: int, epochs: float | Fraction | None = None) -> int:
@@ -245,11 +246,14 @@ SECTIONS: dict[str, type] = {
     for f in dataclasses.fields(Recipe)
     if dataclasses.is_dataclass(typing.get_type_hints(Recipe)[f.name])
 }
-
-
-def _format_toml(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")  # the one character that JSON allows and TOML does not
+# Younger than the run folders that digests name: at their defaults they are no part of a digest.
+NEW_FIELDS = (
+    "data.max_image_mib",
+    "data.eval_confidence",
+    "model.activation",
+    "augment.brightness",
+    "augment.contrast",
+)
 
 
 def _to_plain_dict(section: Any) -> dict[str, Any]:

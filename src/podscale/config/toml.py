@@ -1,5 +1,6 @@
 """Parse TOML that users wrote, in bounded time: the parser needs time that grows with the square of a key's parts."""
 
+import json
 import tomllib
 from typing import Any
 
@@ -31,3 +32,13 @@ def parse_toml(text: str, title: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{title} is not valid TOML: {error}") from None
+
+
+def format_toml(value: Any) -> str:
+    """Return a plain value as TOML.
+
+    >>> format_toml([1, "a"])
+    '[1, "a"]'
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")  # the one character that JSON allows and TOML does not

@@ -81,7 +81,7 @@ def _scale_by_muon(settings: Optimizer, precision: str) -> optax.GradientTransfo
         if can_orthogonalize_jointly(shapes, precision):
             momentum, state = _update_momentum(settings, _stack_by_shape(gradients), state)
             kernels, structure = jax.tree.flatten(_unstack(momentum, gradients))
-            return structure.unflatten(orthogonalize_jointly(kernels, settings.newton_schulz)), state
+            return jax.tree.unflatten(structure, orthogonalize_jointly(kernels, settings.newton_schulz)), state
         stacks, state = rule.update(_stack_by_shape(gradients), state)
         return _unstack(stacks, gradients), state
 

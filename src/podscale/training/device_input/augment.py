@@ -25,11 +25,11 @@ def prepare_batch(
 
     `seed` replaces the recipe's, so that one compiled program serves all seeds.
     """
-    seed = recipe.train.seed if seed is None else seed
-    images = normalize(recipe, images, _draw_colors(recipe, seed, step, positions))
+    key_seed = recipe.train.seed if seed is None else seed
+    images = normalize(recipe, images, _draw_colors(recipe, key_seed, step, positions))
     targets = smooth_labels(labels, classes, recipe.augment.label_smoothing)
     if recipe.augment.mixup or recipe.augment.erase:
-        keys = make_position_keys(seed, step, positions)
+        keys = make_position_keys(key_seed, step, positions)
         if recipe.augment.erase:
             images = jax.vmap(_erase, in_axes=(0, 0, None))(keys, images, recipe.augment.erase)
         if recipe.augment.mixup:
