@@ -206,7 +206,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return sections and fields as plain JSON-ready values, without the recipe's name and comment."""
-        return {section: _to_plain_dict(getattr(self, section)) for section in SECTIONS}
+        return {
+            section: {k: list(v) if isinstance(v, tuple) else v for k, v in vars(getattr(self, section)).items()}
+            for section in SECTIONS
+        }
 
     def to_toml(self) -> str:
         """Return the recipe as the text of a file that `load_recipe` reads back."""
@@ -247,17 +250,7 @@ SECTIONS: dict[str, type] = {
     if dataclasses.is_dataclass(typing.get_type_hints(Recipe)[f.name])
 }
 # Younger than the run folders that digests name: at their defaults they are no part of a digest.
-NEW_FIELDS = (
-    "data.max_image_mib",
-    "data.eval_confidence",
-    "model.activation",
-    "augment.brightness",
-    "augment.contrast",
-)
-
-
-def _to_plain_dict(section: Any) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(section).items()}
+NEW_FIELDS = "data.max_image_mib data.eval_confidence model.activation augment.brightness augment.contrast".split()
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
