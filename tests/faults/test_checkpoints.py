@@ -214,8 +214,9 @@ def test_a_read_only_disk_is_not_reported_as_full(small_disk):
         checkpoints.save(1, make_state(1))
         checkpoints.wait()
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        checkpoints.save(2, make_state(2))
         with pytest.raises(CheckpointNotSavedError, match=r"^Read-only file system$"):
-            checkpoints.save(2, make_state(2))
+            checkpoints.wait()
     with pytest.raises(UserError, match=r"^cannot write checkpoints to .*: Read-only file system; make it writable"):
         Checkpoints(small_disk / "checkpoints")
     restored = restore(small_disk / "checkpoints", 1)

@@ -186,6 +186,14 @@ def test_a_run_whose_checkpoints_are_gone_starts_at_0_only_if_allowed(recipe, ru
         assert read_losses(run) == read_losses(trained)
 
 
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(checkpoint_folder, sleeps):
+    checkpoint_folder.rename(checkpoint_folder.with_name("elsewhere"))
+    checkpoint_folder.symlink_to(checkpoint_folder)
+    with pytest.raises(UnreadableCheckpointError, match=r"checkpoints: Too many levels of symbolic links, also after"):
+        checkpoint_files.find_steps(checkpoint_folder)
+    assert sleeps.seconds == list(checkpoint_files.RETRY_DELAYS_S)
+
+
 def test_a_run_finds_its_checkpoints_once_their_disk_is_back(recipe, run, sleeps, capsys):
     (run / "checkpoints").rename(run / "elsewhere")
     sleeps.during = lambda: (run / "elsewhere").rename(run / "checkpoints")

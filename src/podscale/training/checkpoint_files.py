@@ -58,7 +58,7 @@ def retry_reading(read: Callable[[], T], path: Path) -> T:
         return read()
     except OSError as error:
         reason = f"{error.strerror or error}, also after {sum(RETRY_DELAYS_S):g} s"
-        raise UnreadableCheckpointError(error.filename or path, reason) from None
+        raise UnreadableCheckpointError(error.filename or path, reason) from error
 
 
 def find_read_problem(error: Exception) -> str:
@@ -119,8 +119,8 @@ def find_steps(folder: Path, *, allow_lost: bool = False) -> list[int]:
 
     try:
         return retry_reading(list_expected_steps, folder)
-    except UnreadableCheckpointError:
-        if list_steps(folder) or not expected:
+    except UnreadableCheckpointError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
             raise
         raise make_lost_error(folder, "there is none (is its disk mounted?)") from None
 
