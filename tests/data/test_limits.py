@@ -17,7 +17,7 @@ from podscale.data.tools.prepare import Settings, prepare_data_set
 from podscale.errors import UserError
 from podscale.recipe import Data, load_recipe
 
-SIDE = 1536  # of images whose memory is measured
+SIDE = 768  # of images whose memory is measured
 needs_native = pytest.mark.skipif(native is None, reason="the native decoder is not built")
 
 
