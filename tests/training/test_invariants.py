@@ -213,7 +213,7 @@ def test_every_evaluation_example_counts_once_on_every_pod(shape):
     assert result["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
-@pytest.mark.trains
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shape", "micro_batches", "steps_per_call", "summation"),
     [("1x1", 4, 1, "xla"), ("1x2", 1, 3, "xla"), ("2x2", 2, 1, "torus"), ("2x4", 1, 1, "sharded")],
@@ -238,7 +238,7 @@ def reference_with_colors():
         return train_reference(make_recipe_with_colors(), steps=3)
 
 
-@pytest.mark.trains
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", ["1x1", "1x2", "2x2"])
 def test_further_views_of_unsure_images_give_the_same_predictions_on_every_pod(shape):
     """The number of unsure images differs between devices, and so does that of the parts each evaluates."""
