@@ -24,10 +24,10 @@ class HeaderCounter:
         self.images, self.lock = 0, threading.Lock()
         read_header = decode.read_header
 
-        def count_and_read(file, name):
+        def count_and_read(file, *arguments):
             with self.lock:
                 self.images += 1
-            return read_header(file, name)
+            return read_header(file, *arguments)
 
         monkeypatch.setattr(decode, "read_header", count_and_read)
 

@@ -99,7 +99,7 @@ def test_only_one_process_prepares_a_folder_at_a_time(photos, tmp_path):
 def test_a_source_that_changes_meanwhile_is_refused(photos, tmp_path, monkeypatch):
     store_beside = catalog.store_beside
 
-    def replace_shard_and_store(kind, root, progress=None):
+    def replace_shard_and_store(kind, root, *arguments):
         with tarfile.open(root / "train-00000.tar", "w") as tar:
             for name, data in (("0.jpg", writers.make_image(0)), ("0.cls", b"0"), ("1.jpg", writers.make_image(1))):
                 writers.add_member(tar, name, data)
@@ -107,7 +107,7 @@ def test_a_source_that_changes_meanwhile_is_refused(photos, tmp_path, monkeypatc
                 writers.add_member(tar, f"{label}.png", writers.make_image(2, "png"))
                 writers.add_member(tar, f"{label}.cls", bytes([label]))
             writers.add_member(tar, "1.cls", b"1")
-        return store_beside(kind, root, progress)
+        return store_beside(kind, root, *arguments)
 
     monkeypatch.setattr(catalog, "store_beside", replace_shard_and_store)
     assert_refused("has changed while it was prepared", photos, tmp_path / "to", Settings())
