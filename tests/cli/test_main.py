@@ -267,7 +267,7 @@ def test_a_run_killed_in_the_middle_of_a_line_resumes(trained, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"event": "tr')
-    result = run_json(tmp_path, *DIGITS)
+    result = run_json(tmp_path, *DIGITS, "--from-scratch")
     assert (result["steps"], result["accuracy"]) == (23, summary["accuracy"])
 
 

@@ -67,7 +67,8 @@ def run_program(text):
 @pytest.mark.parametrize("abort", ABORTS.values(), ids=ABORTS)
 def test_an_abort_that_no_lost_peer_causes_keeps_its_signal(abort):
     done = run_program(abort)
-    assert done.returncode == -signal.SIGABRT, done.stderr[-2000:]
+    # What a corrupt heap does depends on what lies there: glibc aborts, or the process crashes before it notices.
+    assert done.returncode in (-signal.SIGABRT, -signal.SIGSEGV), done.stderr[-2000:]
     assert LOST_PEER not in done.stderr
 
 

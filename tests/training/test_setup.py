@@ -85,7 +85,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_fits_again(recipe, pod, tmp_pat
     train(recipe, pod, tmp_path / "damaged")
     for checkpoint in (tmp_path / "damaged" / "checkpoints").iterdir():
         (checkpoint / "_CHECKPOINT_METADATA").write_text("{")
-    train(recipe, pod, tmp_path / "damaged")
+    train(recipe, pod, tmp_path / "damaged", from_scratch=True)
     assert Fitted.calls == 3
     assert read_losses(tmp_path / "damaged") == read_losses(tmp_path / "whole")
 

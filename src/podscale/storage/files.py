@@ -78,7 +78,7 @@ def name_file(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # without a code, Python would print neither
             error.filename = str(path)
         raise
 
