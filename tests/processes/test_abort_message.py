@@ -64,11 +64,12 @@ def run_program(text):
     )
 
 
-@pytest.mark.parametrize("abort", ABORTS.values(), ids=ABORTS)
-def test_an_abort_that_no_lost_peer_causes_keeps_its_signal(abort):
-    done = run_program(abort)
-    # What a corrupt heap does depends on what lies there: glibc aborts, or the process crashes before it notices.
-    assert done.returncode in (-signal.SIGABRT, -signal.SIGSEGV), done.stderr[-2000:]
+@pytest.mark.parametrize("name", ABORTS)
+def test_an_abort_that_no_lost_peer_causes_keeps_its_signal(name):
+    done = run_program(ABORTS[name])
+    # What freeing a bad pointer does depends on the bytes before it: glibc aborts, or crashes while it looks at them.
+    signals = (signal.SIGABRT, signal.SIGSEGV) if name.startswith("heap") else (signal.SIGABRT,)
+    assert -done.returncode in signals, done.stderr[-2000:]
     assert LOST_PEER not in done.stderr
 
 
