@@ -274,7 +274,7 @@ def test_a_run_starts_from_another_run_and_resumes_without_it(first, tmp_path, c
     source, folder = tmp_path / "w.safetensors", tmp_path / "run"
     export_model(first, source)
     train_from(folder, source, Console(soft_wrap=True))
-    assert f"begun from {source}: all 47 arrays taken" in capsys.readouterr().out
+    assert f"initialized from {source}: all 47 arrays taken" in capsys.readouterr().out
     note = json.loads((folder / "init.json").read_text())
     assert (note["source"], note["drawn"]) == (str(source), [])
     before, after = (trained.load_trained(run) for run in (first, Run.load(folder)))

@@ -217,7 +217,7 @@ def _format_environment(plan: Line) -> str:
     """Return machine, libraries and code of the last session."""
     facts, libraries = plan.get("environment"), plan.get("versions", {})
     if not facts:
-        return "<p>Not known: the run was begun by an older Podscale.</p>"
+        return "<p>Not known: the run was started by an older Podscale.</p>"
     settings = ", ".join(f"{name}={value}" for name, value in facts["settings"].items())
     rows = [
         ("source", f"podscale {libraries.get('podscale', '')}, SHA-256 {facts['source']}..."),

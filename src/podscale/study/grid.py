@@ -133,7 +133,7 @@ def _index_by_name(cases: Any) -> dict[str, dict[str, Any]]:
     """Return the cases by name; a study without cases has one, which needs no name."""
     by_name: dict[str, dict[str, Any]] = {}
     if not (isinstance(cases, list) and cases and all(isinstance(case, dict) for case in cases)):
-        raise UserError("a study's cases are tables, each begun by [[case]]")
+        raise UserError("a study's cases are tables, each started by [[case]]")
     for case in cases:
         name = case.get("name", "")
         if not isinstance(name, str) or set(case) - {"name", "recipe", "set"} or (case and not name):
@@ -158,7 +158,7 @@ class _Override:
 
 def _read_overrides(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> list[_Override]:
     if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
-        raise UserError("what a study has `at` some values are tables, each begun by [[at]]")
+        raise UserError("what a study has `at` some values are tables, each started by [[at]]")
     overrides = []
     for table in tables:
         if set(table) - {"case", "grid", "set"} or not table.get("grid") or not table.get("set"):

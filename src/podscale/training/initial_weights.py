@@ -32,9 +32,10 @@ class InitialWeights(NamedTuple):
     def describe(self) -> str:
         """Return one sentence for people: how many arrays were loaded, and which were not."""
         if not self.reinitialized:
-            return f"begun from {self.source}: all {self.loaded_arrays} arrays taken"
+            return f"initialized from {self.source}: all {self.loaded_arrays} arrays taken"
         names = ", ".join(self.reinitialized)
-        return f"begun from {self.source}: {self.loaded_arrays} arrays taken, the head randomly initialized ({names})"
+        taken = f"{self.loaded_arrays} arrays taken"
+        return f"initialized from {self.source}: {taken}, the head randomly initialized ({names})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `init.json` in the run's folder holds."""

@@ -27,13 +27,13 @@ from podscale.errors import UserError
 )
 def test_other_settings_are_refused(many, uninterrupted, settings, message):
     before = read_contents(uninterrupted)
-    assert_refused(f"was begun with other settings ({message})", many, uninterrupted, settings)
+    assert_refused(f"was started with other settings ({message})", many, uninterrupted, settings)
     assert read_contents(uninterrupted) == before
 
 
 def test_another_source_is_refused(photos, many, uninterrupted, tmp_path):
     before = read_contents(uninterrupted)
-    assert_refused("was begun from other data", photos, uninterrupted, Settings(shard_mib=1))
+    assert_refused("was started from other data", photos, uninterrupted, Settings(shard_mib=1))
     assert read_contents(uninterrupted) == before
     shutil.copytree(many, tmp_path / "moved")  # the same data elsewhere is the same data
     assert prepare.prepare_data_set(tmp_path / "moved", uninterrupted, Settings(shard_mib=1))["already"]

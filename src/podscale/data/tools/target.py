@@ -79,14 +79,14 @@ class Target:
         if before != settings:
             differences = ", ".join(_describe_differences(before, settings))
             raise UserError(
-                f"{folder} was begun with other settings ({differences}); repeat those or name another folder"
+                f"{folder} was started with other settings ({differences}); repeat those or name another folder"
             )
         return target
 
     def start(self, source: str) -> "Target":
         """Return this target for a source, without shards that were lost since; remove shards that are not listed."""
         if self.source not in ("", source):
-            raise UserError(f"{self.folder} was begun from other data, or it has changed since; name another folder")
+            raise UserError(f"{self.folder} was started from other data, or it has changed since; name another folder")
         intact = {split: list(takewhile(self._is_intact, self.finished_shards[split])) for split in SPLITS}
         names = {shard["name"] for split in SPLITS for shard in intact[split]}
         for split in SPLITS:
