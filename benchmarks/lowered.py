@@ -35,7 +35,7 @@ from podscale.forecast import choice
 from podscale.models import registry
 from podscale.models.functional import make_functional
 from podscale.optim import schedules
-from podscale.parallel import sharded
+from podscale.parallel.state_layout import StateLayout
 from podscale.planner import described_devices
 from podscale.training import compilation, setup
 from podscale.training import step as steps
@@ -93,9 +93,8 @@ def programs_of(plan: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     optimizer = steps.make_plan_optimizer(net, plan, schedule)
     state = jax.eval_shape(lambda p, s: steps.init_state(recipe, p, s, optimizer), params, stats)
     state = _everywhere(state, mesh)
-    if plan.summation == sharded.NAME:
-        partitioner = sharded.Partitioner(mesh, optimizer, params)
-        state = state._replace(optimizer=partitioner.make_abstract_parts(state.optimizer))
+    layout = StateLayout(plan.summation, mesh, optimizer, params)
+    state = state._replace(optimizer=layout.describe(state.optimizer))
     train = (
         steps.make_train_call(net, plan, optimizer, schedule, mesh),
         (state, *steps.describe_call_arguments(plan, mesh)),

@@ -13,7 +13,7 @@ from podscale import plan as plans
 from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.data.order import Order
-from podscale.parallel.collectives import find_hamiltonian_cycle
+from podscale.parallel.routes import find_hamiltonian_cycle
 from podscale.pod import Pod
 
 HERE = Path(__file__).parent

@@ -171,7 +171,8 @@ def test_calls_are_fixed_ranges_that_cover_every_step_once(plan, data):
     assert [step for call in calls for step in call] == list(range(plan.steps))
     assert all(1 <= len(call) <= plan.steps_per_call for call in calls)
     ends = {call.stop for call in calls}
-    regular = set(range(plan.save_steps, plan.steps, plan.save_steps)) if plan.save_steps else set()
+    every = plan.options.save_steps
+    regular = set(range(every, plan.steps, every)) if every else set()
     assert plan.save_points() == set(plan.eval_steps()) | regular
     assert plan.save_points() <= ends
     assert set(range(plan.steps_per_call, plan.steps, plan.steps_per_call)) <= ends
@@ -199,8 +200,9 @@ def test_a_cpu_does_one_step_per_call_and_others_several():
 
 
 def test_micro_batches_follow_from_memory():
-    memory = Memory(parameters=100, optimizer=50, input_per_image=1, activations_per_image=20)  # 3 x 64 in flight
-    for need, micro_batches in ((342 + 20 * 64, 1), (342 + 20 * 32, 2), (342 + 20 * 31, 4), (342 + 20 * 8, 8)):
+    memory = Memory(parameters=100, optimizer=50, activations_per_image=20)
+    fixed = 150 + 3 * 64 * 192  # three calls of 64 images, 8 x 8 x 3 bytes each, are in use or prefetched
+    for need, micro_batches in ((fixed + 20 * 64, 1), (fixed + 20 * 32, 2), (fixed + 20 * 31, 4), (fixed + 20 * 8, 8)):
         pod = Pod("cpu", 1, 2, memory_bytes=math.ceil(need / USABLE_SHARE))
         plan = make_plan(make_recipe(128, 8), pod, COUNTS, memory=memory)
         assert plan.micro_batches == micro_batches

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from podscale.forecast.probe import LinearCost, Probe
+from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.summation import Load
 
 NAMES = {"xla": "`xla` (Gloo)", "ring": "`ring`", "ring2": "`ring2`", "torus": "`torus`", "torus4": "`torus4`"}
 COLOURS = {"xla": "#777777", "ring": "#c44e52", "ring2": "#e8a33d", "torus": "#4878a8", "torus4": "#2c7a4b"}
@@ -96,7 +98,7 @@ def predict_line(result: dict[str, Any], point: Point, least: int, most: int) ->
     }  # JSON has no infinity, the rate of a chip with one core
     probe = Probe(links["rows"], links["cols"], **costs)
     sizes = [least * (most / least) ** (i / 60) for i in range(61)]
-    return [(size, 1e3 * probe.predict_summation_s(point["strategy"], size)) for size in sizes]
+    return [(size, 1e3 * STRATEGIES[point["strategy"]].predict_s(probe, Load(size))) for size in sizes]
 
 
 def draw_grid(x: Any, y: Any, least: int, most: int, times: list[float], left: float) -> list[str]:

@@ -31,6 +31,8 @@ from podscale.processes import group
 from podscale import recipe as recipes
 from podscale.forecast import probe
 from podscale.forecast.compute import count_work
+from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.summation import Load
 
 number, first, cores, strategy, width = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 shape = sys.argv[6]
@@ -39,7 +41,7 @@ pod = find_pod(shape, cores=cores)
 recipe = recipes.override_recipe(recipes.load_recipe("digits"), {"model.name": "resnet18", "model.width": width})
 work = count_work(recipe, 10)
 links = probe.measure_links(pod)
-sums = sum(links.predict_summation_s(strategy, size) for size in (4 * work.parameters, 8 * work.norm_channels))
+sums = sum(STRATEGIES[strategy].predict_s(links, Load(size)) for size in (4 * work.parameters, 8 * work.norm_channels))
 message, groups = 8 * work.norm_channels // work.norms, plan.make_tiled_groups(pod, 1)
 
 def send_messages(x):  # in sequence, as in training; a single one would wait for the last process to start

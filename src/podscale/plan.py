@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from podscale.config.options import Options, check_options
+from podscale.config.options import Options, check_options, set_summation
 from podscale.config.suggestions import list_divisors, suggest_numbers
 from podscale.errors import UserError
 from podscale.parallel.batch_norm import Groups
+from podscale.parallel.inputs import Input, find_input
+from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.summation import Summation, Transfer
 from podscale.pod import CORE, TILE, Pod
 from podscale.recipe import Recipe
 
@@ -23,8 +26,6 @@ HOPPER, BOTTLENECK_MODELS = "9.0", ("resnet50", "resnet101", "resnet152")  # for
 MIN_PIXELS_TO_FUSE = 1_000_000 * 224**2  # per device: then fused layers save the time that compiling them takes
 BUCKET_MIB = 32  # by default
 BATCHES_IN_FLIGHT = 3  # one in use and two prefetched
-CROP_BYTES = 16  # sample, left, top, flipped: the description of a crop of an image that is on the device
-MAX_STEPS_PER_CALL = 64  # where the input sets no limit: a run that is asked to stop finishes its call first
 USABLE_SHARE = 0.85  # share of a device's memory that a plan may use; the compiler's temporaries need the remainder
 
 
@@ -67,23 +68,44 @@ class Plan:
     recipe: Recipe
     pod: Pod
     counts: Counts
+    options: Options  # with every value that was left open decided
     tile: tuple[int, int]  # chips (rows, columns) that share a batch-norm group
-    micro_batches: int  # parts of its images that a device processes one after the other in each update
-    steps_per_call: int  # updates per call of the compiled program
-    eval_images: int  # images per device and evaluation step
-    summation: str  # strategy that sums gradients
-    payload: str  # dtype that gradients are sent as
-    bucket_bytes: int  # of gradients that are summed together; 0: all at once
-    save_steps: int  # updates between checkpoints, besides those at evaluations; 0: only those
-    keep: int  # newest checkpoints that are kept, besides the best one
-    timeout_s: float  # seconds without progress after which the run ends; 0: never
-    check_steps: int  # updates between comparisons of all devices' parameters; 0: never
     kernels: str  # of fused layers: "hopper" or "plain"; empty: layers are not fused
-    deterministic: bool  # a GPU gives the same bits every time
     memory: Memory  # bytes per device
-    resident: bool = False  # the data set is on the devices; the input only says which images, and how cropped
+
+    # --- parts that the options name ---
+
+    @property
+    def summation(self) -> Summation:
+        """The strategy that sums gradients."""
+        return STRATEGIES[self.options.summation]
+
+    @property
+    def transfer(self) -> Transfer:
+        """How gradients travel."""
+        return Transfer(self.options.payload, self.options.bucket_mib << 20)
+
+    @property
+    def input(self) -> Input:
+        """How the devices get a step's images."""
+        return find_input(self.options.cache)
 
     # --- images ---
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts of its images that a device processes one after the other in each update."""
+        return self.options.micro_batches
+
+    @property
+    def steps_per_call(self) -> int:
+        """Updates per call of the compiled program."""
+        return self.options.steps_per_call
+
+    @property
+    def eval_images(self) -> int:
+        """Images per device and evaluation step."""
+        return self.options.eval_images
 
     @property
     def images_per_device(self) -> int:
@@ -146,7 +168,8 @@ class Plan:
 
     def save_points(self) -> set[int]:
         """Return the steps after which a checkpoint is written."""
-        regular = range(self.save_steps, self.steps, self.save_steps) if self.save_steps else ()
+        every = self.options.save_steps
+        regular = range(every, self.steps, every) if every else ()
         return {*self.eval_steps(), *regular}
 
     def calls(self, start: int = 0) -> list[range]:
@@ -170,7 +193,8 @@ class Plan:
         cores = f" x {p.cores} cores" if p.cores > 1 else ""
         hosts = f", {p.hosts} hosts" if p.hosts > 1 else ""
         parts = f" in {self.micro_batches} micro-batches of {self.micro_images}" if self.micro_batches > 1 else ""
-        resident = f"; all images on every device ({self.memory.images / 2**20:,.0f} MiB)" if self.resident else ""
+        images = self.memory.images
+        resident = f"; all images on every device ({images / 2**20:,.0f} MiB)" if images else ""
         excess = ": more than there is, even in slices of one group" if need > p.memory_bytes else ""
         return [
             ("recipe", f"{self.recipe.name} {self.recipe.digest()}"),
@@ -180,7 +204,7 @@ class Plan:
             ("pod", f"{p.kind}, {p.shape} torus{cores}{hosts}"),
             ("batch", f"{b.size:,} images, {self.images_per_device} a device{parts}"),
             ("batch norm", norm),
-            ("summation", f"{self.summation}, {self.payload} payload"),
+            ("summation", f"{self.options.summation}, {self.options.payload} payload"),
             ("input", f"{lanes} lane{'s' * (lanes > 1)}, {count_lanes_per_host(self)} a host{resident}"),
             ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} an epoch), {self.steps_per_call} a call"),
             ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB a device{excess}"),
@@ -196,11 +220,11 @@ class Plan:
             "micro_batches": self.micro_batches,
             "tile": list(self.tile),
             "span": self.recipe.batch.span,
-            "summation": self.summation,
-            "payload": self.payload,
-            "bucket_bytes": self.bucket_bytes,
+            "summation": self.options.summation,
+            "payload": self.options.payload,
+            "bucket_bytes": self.transfer.bucket_bytes,
             "kernels": self.kernels,
-            "deterministic": self.deterministic,
+            "deterministic": self.options.deterministic,
             "lanes_per_host": count_lanes_per_host(self),
             "steps": self.steps,
             "steps_per_epoch": self.steps_per_epoch,
@@ -261,39 +285,37 @@ def make_plan(
     if B % N:
         sizes = (B // N * N, (B // N + 1) * N)
         raise UserError(f"batch.size {B} does not divide over {N} devices; {suggest_numbers(B, filter(None, sizes))}")
-    summation = _choose_summation(options)
-    if summation == "sharded":
-        memory = replace(memory, optimizer=-(-memory.optimizer // N))
-    resident = options.cache == "device"
-    if resident:
-        if reason := explain_not_resident(recipe):
-            raise UserError(f"plan.cache device: {reason}")
-        image_bytes = 3 * recipe.data.image_size**2 * (counts.train + counts.val)
-        memory = replace(memory, input_per_image=CROP_BYTES, images=image_bytes)
-    steps_per_call = _choose_steps_per_call(recipe, pod, options, counts)
-    input_images = B // N * steps_per_call * BATCHES_IN_FLIGHT
+    options = _decide_messages(options, pod, recipe, counts)
+    memory = _fit_memory(memory, recipe, pod, counts, options)
+    input_images = B // N * options.steps_per_call * BATCHES_IN_FLIGHT
     micro_batches, tile = _choose_micro_batches(recipe, pod, options, memory, input_images)
-    _check_mixing(recipe, B // N // micro_batches)
-    return Plan(
-        recipe=recipe,
-        pod=pod,
-        counts=counts,
-        tile=tile,
-        micro_batches=micro_batches,
-        steps_per_call=steps_per_call,
-        eval_images=options.eval_images or _choose_eval_images(B // N // micro_batches, counts.val, N),
-        summation=summation,
-        payload=options.payload,
-        bucket_bytes=(BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib) << 20,
-        save_steps=options.save_steps,
-        keep=options.keep,
-        timeout_s=options.timeout_s,
-        check_steps=options.check_steps,
-        kernels=_choose_kernels(recipe, options, pod, counts),
-        deterministic=options.deterministic,
-        memory=memory,
-        resident=resident,
-    )
+    micro_images = B // N // micro_batches
+    _check_mixing(recipe, micro_images)
+    eval_images = options.eval_images or max(1, min(micro_images, math.ceil(counts.val / N)))
+    options = replace(options, micro_batches=micro_batches, eval_images=eval_images)
+    return Plan(recipe, pod, counts, options, tile, _choose_kernels(recipe, options, pod, counts), memory)
+
+
+def _decide_messages(options: Options, pod: Pod, recipe: Recipe, counts: Counts) -> Options:
+    """Return the options with summation, buckets and steps per call decided.
+
+    The summation is XLA's own all-reduce unless another strategy was chosen (`forecast/choice.py`). On CPUs, where
+    loops around convolutions are slow, a call is one step.
+    """
+    kind = find_input(options.cache)
+    if obstacle := kind.explain_obstacle(recipe):
+        raise UserError(f"plan.cache {options.cache}: {obstacle}")
+    default_steps = 1 if pod.kind == "cpu" else kind.choose_steps_per_call(recipe, pod.size, counts.train)
+    strategy = STRATEGIES["xla" if options.summation == "auto" else options.summation]
+    options = set_summation(options, strategy.name, BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib)
+    return replace(options, steps_per_call=options.steps_per_call or default_steps)
+
+
+def _fit_memory(memory: Memory, recipe: Recipe, pod: Pod, counts: Counts, options: Options) -> Memory:
+    """Return the memory with the input's bytes, and the optimizer's as the summation lays them out."""
+    images = find_input(options.cache).count_bytes(recipe, counts.train + counts.val)
+    optimizer = STRATEGIES[options.summation].count_state_bytes(memory.optimizer, pod.size)
+    return replace(memory, optimizer=optimizer, input_per_image=images.per_image, images=images.resident)
 
 
 def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) -> str:
@@ -346,39 +368,6 @@ def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
     chips = devices // pod.cores
     tiles = [(h, chips // h) for h in list_divisors(chips) if pod.rows % h == 0 and pod.cols % (chips // h) == 0]
     return min(tiles, key=lambda t: (abs(t[0] - t[1]), t[0]), default=None)
-
-
-def _choose_summation(options: Options) -> str:
-    """Return XLA's own all-reduce unless another strategy is chosen (`forecast/choice.py`)."""
-    return "xla" if options.summation == "auto" else options.summation
-
-
-def explain_not_resident(recipe: Recipe) -> str:
-    """Return why this recipe's images cannot be resident on the devices and cropped there; empty if they can."""
-    if recipe.data.source not in ("digits", "npz", "cifar", "mnist"):
-        return f"images of data.source {recipe.data.source} are in files; decoded is as far as they can be kept"
-    if recipe.augment.crop == "resized":
-        return "augment.crop resized needs the host; padded and centre do not"
-    if recipe.augment.randaugment:
-        return "augment.randaugment needs the host; leave it out"
-    return ""
-
-
-def _choose_steps_per_call(recipe: Recipe, pod: Pod, options: Options, counts: Counts) -> int:
-    """Return 1 on CPUs, where loops around convolutions are slow; else up to 8, with an input of at most 256 MiB.
-
-    Where the images are resident on the device, a call is an epoch.
-    """
-    if options.steps_per_call or pod.kind == "cpu":
-        return options.steps_per_call or 1
-    if options.cache == "device":
-        return max(1, min(MAX_STEPS_PER_CALL, round(counts.train / recipe.batch.size)))
-    image_bytes = 3 * recipe.data.image_size**2
-    return max(1, min(8, (256 << 20) // (recipe.batch.size // pod.size * image_bytes)))
-
-
-def _choose_eval_images(micro_images: int, val: int, devices: int) -> int:
-    return max(1, min(micro_images, math.ceil(val / devices)))
 
 
 def _check_mixing(recipe: Recipe, micro_images: int) -> None:

@@ -13,7 +13,8 @@ from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.forecast import choice, probe
 from podscale.forecast.probe import LinearCost, Probe
-from podscale.parallel.summation import STRATEGIES
+from podscale.parallel.strategies import STRATEGIES, list_replicated
+from podscale.parallel.summation import Load
 from podscale.planner import questions
 from podscale.pod import Pod, named_pod
 
@@ -40,7 +41,7 @@ def test_torus4_is_chosen_if_four_links_are_as_fast_as_one(monkeypatch):
     result = choose(monkeypatch, make_links())
     assert result.options.summation == "torus4"
     assert result.options.bucket_mib == 0  # nothing hides behind the backward pass here: one sum has least latency
-    assert set(result.predicted) == set(STRATEGIES)
+    assert set(result.predicted) == set(list_replicated())
     assert result.predicted["torus"] == pytest.approx(12 * 2e-3 + 2 * 15 / 16 * 4 * RESNET50 / 3e6)
     assert result.predicted["torus4"] == pytest.approx(12 * 2e-3 + 2 * 15 / 16 * RESNET50 / 3e6)
     (row,) = choice.format_rows(result)
@@ -101,7 +102,7 @@ def test_a_plan_lists_the_choice_and_the_times_of_all_strategies():
     recipe = recipes.load_recipe("resnet50-imagenet-32k")
     rows = dict(questions.plan_on_pod(recipe, named_pod("v3:32x32"), Options(), compiles=False).rows)
     assert rows["summation"].startswith("xla")
-    assert all(name in rows["summations"] for name in (*STRATEGIES, "sharded"))
+    assert all(name in rows["summations"] for name in STRATEGIES)
 
 
 # --- measurement ---------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ def measurement():
 def test_every_strategy_is_timed_on_every_payload_and_sums_exactly(measurement):
     points = measurement["points"]
     assert {(p["strategy"], p["payload"]) for p in points} == {
-        (name, payload) for name in STRATEGIES for payload in ("64 B", "4,096 B", "resnet8")
+        (name, payload) for name in list_replicated() for payload in ("64 B", "4,096 B", "resnet8")
     }
     for point in points:
         assert point["relative_error"] == 0
@@ -144,9 +145,9 @@ def test_the_table_has_a_row_for_each_point(measurement):
 def test_predictions_are_the_closed_forms_of_measured_costs():
     result = make_links(row=LinearCost(1e-3, 1e6), column=LinearCost(2e-3, 2e6), ring=LinearCost(3e-3, 1e6))
     size = 16e6
-    assert result.predict_summation_s("ring", size) == pytest.approx(30 * (3e-3 + 1.0))
-    assert result.predict_summation_s("torus", size) == pytest.approx(6 * (1e-3 + 4.0) + 6 * (2e-3 + 0.5))
-    assert result.predict_summation_s("xla", size) == pytest.approx(0.1 + 10.0)
+    assert STRATEGIES["ring"].predict_s(result, Load(size)) == pytest.approx(30 * (3e-3 + 1.0))
+    assert STRATEGIES["torus"].predict_s(result, Load(size)) == pytest.approx(6 * (1e-3 + 4.0) + 6 * (2e-3 + 0.5))
+    assert STRATEGIES["xla"].predict_s(result, Load(size)) == pytest.approx(0.1 + 10.0)
     assert np.isfinite(result.chip_rate)
 
 

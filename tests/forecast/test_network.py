@@ -8,8 +8,9 @@ from podscale.errors import UserError
 from podscale.forecast import network
 from podscale.forecast.chips import get_chip, list_kinds
 from podscale.forecast.network import Axis
-from podscale.parallel.collectives import find_hamiltonian_cycle
-from podscale.parallel.summation import STRATEGIES
+from podscale.parallel.routes import PATHS, find_hamiltonian_cycle
+from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.summation import Load
 from podscale.pod import CHIPS, named_pod
 
 RATE, HOP = 70e9, 1e-6
@@ -87,6 +88,18 @@ FOUR = [
     (("column", 1), ("row", 1)),
     (("column", -1), ("row", -1)),
 ]
+
+
+def time_strategy(name):
+    """Return a function from axes and bytes to the seconds that a strategy's paths take on them."""
+
+    def form(axes, size):
+        along = {"row": axes[0], "column": axes[1], "all": network._join_axes(axes)}
+        return network.time_paths([[along[route.along] for route in path] for path in PATHS[name]], size)
+
+    return form
+
+
 SHAPES = [(1, 2), (2, 2), (2, 3), (3, 3), (4, 4), (4, 8), (8, 4), (16, 16), (16, 32), (32, 32)]
 
 
@@ -97,7 +110,7 @@ def make_axes(rows, cols, rate=RATE, hop=HOP):
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 @pytest.mark.parametrize("size", [512.0, 102e6])
 def test_a_torus_sum_takes_as_long_as_its_messages(rows, cols, size):
-    assert network.time_torus(make_axes(rows, cols), size) == pytest.approx(
+    assert time_strategy("torus")(make_axes(rows, cols), size) == pytest.approx(
         simulate_paths(rows, cols, size, [ROWS]), rel=1e-9
     )
 
@@ -105,15 +118,13 @@ def test_a_torus_sum_takes_as_long_as_its_messages(rows, cols, size):
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 @pytest.mark.parametrize("size", [512.0, 102e6])
 def test_four_paths_use_no_link_twice_and_take_as_long_as_their_messages(rows, cols, size):
-    assert network.time_all_links(make_axes(rows, cols), size) == pytest.approx(
+    assert time_strategy("torus4")(make_axes(rows, cols), size) == pytest.approx(
         simulate_paths(rows, cols, size, FOUR), rel=1e-9
     )
 
 
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
-@pytest.mark.parametrize(
-    ("directions", "form"), [((1,), network.time_ring), ((1, -1), network.time_bidirectional_ring)]
-)
+@pytest.mark.parametrize(("directions", "form"), [((1,), time_strategy("ring")), ((1, -1), time_strategy("ring2"))])
 def test_a_ring_sum_takes_as_long_as_its_messages(rows, cols, directions, form):
     assert form(make_axes(rows, cols), 1e6) == pytest.approx(simulate_ring(rows, cols, 1e6, directions), rel=1e-9)
 
@@ -121,7 +132,7 @@ def test_a_ring_sum_takes_as_long_as_its_messages(rows, cols, directions, form):
 @pytest.mark.parametrize(("rows", "cols"), [(4, 4), (32, 32)])
 def test_independent_paths_take_as_long_as_all_links_on_a_square_torus(rows, cols):
     square = make_axes(rows, cols)
-    assert network.time_independent_paths(square, 1e8) == pytest.approx(network.time_all_links(square, 1e8))
+    assert network.time_independent_paths(square, 1e8) == pytest.approx(time_strategy("torus4")(square, 1e8))
 
 
 def test_the_compilers_sum_of_a_third_dimension_uses_six_links():
@@ -133,13 +144,7 @@ def test_the_compilers_sum_of_a_third_dimension_uses_six_links():
 
 # --- properties that hold for all numbers --------------------------------------------------------------------------
 
-FORMS = [
-    network.time_ring,
-    network.time_bidirectional_ring,
-    network.time_torus,
-    network.time_all_links,
-    network.time_independent_paths,
-]
+FORMS = [*map(time_strategy, PATHS), network.time_independent_paths]
 sizes = st.integers(1, 40)
 
 
@@ -166,7 +171,7 @@ def test_no_sum_is_faster_than_its_bytes_through_all_links(rows, cols, size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_pod_sums_in_positive_time(kind, strategy):
     for shape in ("1x1", "1x8", "4x8", "128x8"):
-        seconds = network.predict_summation_s(named_pod(f"{kind}:{shape}"), strategy, 1e8)
+        seconds = STRATEGIES[strategy].predict_s(network.PodLinks(named_pod(f"{kind}:{shape}")), Load(1e8))
         assert seconds > 0 or (shape == "1x1" and get_chip(kind).cores == 1)
 
 

@@ -19,7 +19,7 @@ from podscale.config.options import Options, PodOptions
 from podscale.data.index import catalog
 from podscale.models import registry
 from podscale.optim import optimizers
-from podscale.parallel import summation
+from podscale.parallel import strategies
 from podscale.recipe import SECTIONS
 from podscale.study import grid
 from podscale.training.reporters import trackers
@@ -98,7 +98,7 @@ CODE = [(page, line, source) for page in PAGES for line, source in list_blocks(p
 def isolated(tmp_path, monkeypatch):
     """An empty working directory, and registries that are restored afterwards."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(summation, "STRATEGIES", dict(summation.STRATEGIES))
+    monkeypatch.setattr(strategies.STRATEGIES, "_parts", dict(strategies.STRATEGIES))
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
     for module, name in (
         (optimizers, "RULES"),

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.parallel.collectives import gather_parts, scatter_sum
-from podscale.parallel.summation import sum_tree
+from podscale.parallel.strategies import STRATEGIES
 from podscale.planner import compile, described_devices
 from podscale.pod import ALL_AXES, TILE, named_pod
 from podscale.training import setup
@@ -52,7 +52,7 @@ def find_reduction_strategies(text):
 
 
 def test_compiler_sums_in_both_directions_along_both_dimensions_at_once():
-    text = compile_program(lambda x: sum_tree(x, strategy="xla"))
+    text = compile_program(STRATEGIES["xla"].sum_small)
     assert count_collectives(text) == {("all-reduce", DEVICES): 1}
     assert find_reduction_strategies(text) == {("UniDirectionNDRingStrategy", 4, 2)}
 
@@ -67,7 +67,7 @@ def test_compiler_sums_in_both_directions_along_both_dimensions_at_once():
     ],
 )
 def test_ring_strategies_are_hops_between_a_sum_and_a_gather_on_the_chip(strategy, hops):
-    text = compile_program(lambda x: sum_tree(x, strategy=strategy))
+    text = compile_program(STRATEGIES[strategy].sum_small)
     synchronizations = 3 if strategy == "torus4" else 0  # where cores wait for each other
     assert count_collectives(text) == {
         ("all-reduce", CORES): 1 + synchronizations,  # a reduce-scatter, which this compiler does as a sum and a slice

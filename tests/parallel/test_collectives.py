@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from podscale.parallel import collectives
-from podscale.parallel.collectives import find_hamiltonian_cycle
+from podscale.parallel.routes import find_hamiltonian_cycle
 
 
 @pytest.mark.parametrize("rows", range(1, 13))

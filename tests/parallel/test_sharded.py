@@ -16,7 +16,9 @@ from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
 from podscale.optim import optimizers
 from podscale.parallel import collectives, sharded
-from podscale.parallel.summation import PAYLOADS
+from podscale.parallel.state_layout import StateLayout
+from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.summation import PAYLOADS, Transfer
 from podscale.pod import ALL_AXES
 from podscale.runs.folder import Run
 from podscale.training import compilation, loop, setup
@@ -31,6 +33,7 @@ ENDS = {"stem": "conv", "head": "head"}
 SHAPES = {"conv": {"kernel": (3, 3, 2, 5), "bias": (5,)}, "scale": (1,), "head": {"kernel": (7, 3)}}
 PODS = [("2x2", 1), ("2x3", 2), ("1x4", 1)]
 ROUNDING = 1e-12
+SHARDED = STRATEGIES["sharded"]
 
 
 def sample_tree(shapes, seed, copies=()):
@@ -44,24 +47,24 @@ def make_recipe(**changes):
 
 
 def update_parts(recipe, mesh, params, gradients):
-    """Return parameters and optimizer state after one update per gradient [step, device, ...], and the partitioner."""
+    """Return parameters and optimizer state after one update per gradient [step, device, ...], and their layout."""
     optimizer = optimizers.make_optimizer(recipe, optax.linear_schedule(0.1, 0.2, 3), sharded.compute_norms, **ENDS)
-    partitioner = sharded.Partitioner(mesh, optimizer, params)
+    layout, transfer = StateLayout(SHARDED, mesh, optimizer, params), Transfer(bucket_bytes=600)
 
     def body(params, state, gradient):
-        local = sharded.select_parts(params)
-        parts = sharded.scatter_gradients(jax.tree.map(lambda g: g[0], gradient), "float32", bucket_bytes=600)
+        local = SHARDED.select(params)
+        parts = SHARDED.sum_gradients(jax.tree.map(lambda g: g[0], gradient), transfer)
         updates, state = optimizer.update(parts, state, local)
-        return sharded.gather_parameters(optax.apply_updates(local, updates), params, bucket_bytes=600), state
+        return SHARDED.gather(optax.apply_updates(local, updates), params, transfer), state
 
-    specs = sharded.make_specs(optimizer, params)
+    specs = layout.specs
     step = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=(P(), specs, P(ALL_AXES)), out_specs=(P(), specs), check_vma=False)
     )
-    state = partitioner.partition_host_arrays(optimizer.init(params))
+    state = layout.place(optimizer.init(params))
     for gradient in gradients:
         params, state = step(params, state, gradient)
-    return params, state, partitioner
+    return params, state, layout
 
 
 def pair_rules_with_pods():
@@ -91,7 +94,7 @@ def compare_updates(rule, shape, cores, **rates):
     with jax.enable_x64(True):
         mesh = pod.make_pod(jax.devices(), shape, cores).mesh()
         params, gradients = sample_tree(SHAPES, 0), [sample_tree(SHAPES, step, (mesh.size,)) for step in (1, 2, 3)]
-        updated, state, partitioner = update_parts(recipe, mesh, params, gradients)
+        updated, state, layout = update_parts(recipe, mesh, params, gradients)
         optimizer = optimizers.make_optimizer(recipe, optax.linear_schedule(0.1, 0.2, 3), **ENDS)
         expected, expected_state = params, optimizer.init(params)
         for gradient in gradients:
@@ -101,7 +104,7 @@ def compare_updates(rule, shape, cores, **rates):
             expected = optax.apply_updates(expected, updates)
         assert_close = partial(np.testing.assert_allclose, rtol=0, atol=ROUNDING)
         jax.tree.map(assert_close, updated, expected)
-        jax.tree.map(assert_close, partitioner.gather(state), expected_state)
+        jax.tree.map(assert_close, layout.gather(state), expected_state)
         assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (updated, params)), strict=True)) > 0.01
 
 
@@ -109,12 +112,13 @@ def test_partitioning_a_state_and_gathering_it_changes_nothing():
     mesh = pod.make_pod(jax.devices(), "2x3", 2).mesh()
     optimizer = optax.sgd(0.1, 0.9)
     params = jax.tree.map(jnp.float32, sample_tree(SHAPES, 0))
-    partitioner = sharded.Partitioner(mesh, optimizer, params)
+    layout = StateLayout(SHARDED, mesh, optimizer, params)
     state = jax.tree.map(lambda x: np.asarray(x) + 1, optimizer.init(params))
-    parts = partitioner.partition_host_arrays(state)
-    jax.tree.map(np.testing.assert_array_equal, partitioner.gather(parts), state)
-    partitioned_again = partitioner.partition_device_arrays(partitioner.gather(parts))
-    jax.tree.map(np.testing.assert_array_equal, partitioned_again, parts)
+    parts = layout.place(state)
+    jax.tree.map(np.testing.assert_array_equal, layout.gather(parts), state)
+    jax.tree.map(np.testing.assert_array_equal, layout.scatter(layout.gather(parts)), parts)
+    for described, placed in zip(*map(jax.tree.leaves, (layout.describe(state), parts)), strict=True):
+        assert (described.shape, described.dtype, described.sharding) == (placed.shape, placed.dtype, placed.sharding)
 
 
 @pytest.mark.heavy

@@ -10,12 +10,14 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from podscale.errors import UserError
-from podscale.parallel import collectives
-from podscale.parallel.summation import PAYLOADS, STRATEGIES, make_buckets, sum_tree
+from podscale.parallel import collectives, strategies
+from podscale.parallel.strategies import list_replicated
+from podscale.parallel.summation import PAYLOADS, Transfer, make_buckets
 from podscale.pod import ALL_AXES
 
 SHAPES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 4, 1), (3, 3, 1), (3, 5, 1), (5, 3, 1), (4, 4, 1), (2, 3, 1)]
 CORES = [(1, 1, 2), (2, 3, 2), (4, 2, 2), (2, 2, 4), (1, 4, 4), (1, 5, 3)]
+STRATEGIES = list_replicated()
 RINGS = [name for name in STRATEGIES if name != "xla"]
 
 
@@ -29,6 +31,10 @@ def make_mesh(rows, cols, cores=1):
     height = 2 if rows % 2 == 0 else 1
     devices = np.array(jax.devices()[: rows * cols * cores])
     return Mesh(devices.reshape(rows // height, height, cols, 1, cores), ALL_AXES)
+
+
+def sum_tree(tree, strategy, **transfer):
+    return strategies.STRATEGIES[strategy].sum_gradients(tree, Transfer(**transfer))
 
 
 def make_summation(shape, **options):

@@ -57,11 +57,12 @@ def measure_step(
 def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5) -> dict[str, Any]:
     """Measure the evaluation step as `measure_step` measures the training step."""
     start = time.perf_counter()
+    options = replace(options, eval_images=images or recipe.batch.size // pod.size)
     setup = _make_setup(recipe, pod, options, images, repeats)
-    plan = replace(setup.plan, eval_images=setup.recipe.batch.size // pod.size)
-    setup = setup._replace(plan=plan)
     call, (params, stats, *arrays, counts) = compile_eval_step(setup)
-    batch = [_make_random_array(array, 256 if array.dtype == np.uint8 else plan.counts.classes) for array in arrays]
+    batch = [
+        _make_random_array(array, 256 if array.dtype == np.uint8 else setup.plan.counts.classes) for array in arrays
+    ]
 
     def evaluate() -> Any:
         nonlocal counts

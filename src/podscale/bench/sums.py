@@ -18,7 +18,8 @@ from podscale.errors import UserError
 from podscale.forecast import probe
 from podscale.models import registry
 from podscale.models.functional import make_functional
-from podscale.parallel.summation import STRATEGIES, sum_tree
+from podscale.parallel.strategies import STRATEGIES, list_replicated
+from podscale.parallel.summation import PAYLOADS, Load, Transfer
 from podscale.plan import BUCKET_MIB
 from podscale.pod import Pod
 from podscale.recipe import Recipe
@@ -51,8 +52,8 @@ def measure_sums(
         UserError: an unknown strategy, a size or number of repeats that is too small, or a pod of one device.
     """
     for name in strategies:
-        if name not in STRATEGIES:
-            raise UserError(f"there is no gradient summation {name!r}: {suggest_names(name, STRATEGIES)}")
+        if name not in list_replicated():
+            raise UserError(f"there is no gradient summation {name!r}: {suggest_names(name, list_replicated())}")
     if repeats < 1 or min(sizes, default=4) < 4:
         raise UserError("--repeats must be at least 1, and --bytes at least 4")
     if pod.size == 1:
@@ -63,7 +64,7 @@ def measure_sums(
     points = [
         _measure_point(pod, options, links, name, label, like, repeats)
         for label, like in payloads
-        for name in strategies or STRATEGIES
+        for name in strategies or list_replicated()
     ]
     return {
         "devices": f"{pod.size} x {pod.kind}",
@@ -80,22 +81,21 @@ def _measure_point(
     """Time one strategy on one payload and compare the sums with the expected value."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([leaf.size for leaf in leaves])
-    bucket_bytes = (BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib) << 20
+    transfer = Transfer(options.payload, (BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib) << 20)
 
     def body(x: jax.Array) -> jax.Array:
         parts = [part.reshape(leaf.shape) for part, leaf in zip(jnp.split(x, ends[:-1]), leaves, strict=True)]
-        tree = jax.tree.unflatten(structure, parts)
-        total = sum_tree(tree, strategy=strategy, payload=options.payload, bucket_bytes=bucket_bytes)
+        total = STRATEGIES[strategy].sum_gradients(jax.tree.unflatten(structure, parts), transfer)
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(total)])
 
     size = 4 * int(ends[-1])
     seconds, sums = probe.time_on_mesh(pod.mesh(), body, size, repeats, SECONDS_PER_POINT)
     expected = pod.size * (pod.size + 1) / 2
     largest = max(float(np.abs(np.asarray(s.data) - expected).max()) for s in sums.addressable_shards)
-    sent = size * (0.5 if options.payload == "bfloat16" else 1)
+    sent = size * PAYLOADS[options.payload] / PAYLOADS["float32"]
     chips = pod.rows * pod.cols
     bus = sent / seconds * 2 * (chips - 1) / chips
-    predicted = links.predict_summation_s(strategy, sent)
+    predicted = STRATEGIES[strategy].predict_s(links, Load(sent))
     return {
         "strategy": strategy,
         "payload": label,

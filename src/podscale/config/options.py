@@ -3,8 +3,8 @@
 They are separate from the modules that use them so that `--help` can list them without importing JAX.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from podscale.config.fields import document_field as _field
 from podscale.errors import UserError
@@ -56,6 +56,12 @@ class Options:
     )
     deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
     keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")
+
+
+def set_summation(options: Options, name: str, bucket_mib: int) -> Options:
+    """Return the options with summation and bucket size decided; programs may have added the name."""
+    decided: dict[str, Any] = {"summation": name, "bucket_mib": bucket_mib}
+    return replace(options, **decided)
 
 
 def check_options(options: Options) -> None:

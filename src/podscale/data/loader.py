@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from podscale.data.index.dataset import Index
 from podscale.data.order import Order, compute_crop_boxes, compute_eval_boxes, map_steps_to_batches
 from podscale.data.prefetch import Batch, Batches
 from podscale.data.staging import Staging
+from podscale.parallel.inputs import HOST_FED, PICK_NUMBERS, Input
 from podscale.plan import Plan
 from podscale.recipe import Recipe
 
@@ -53,8 +55,7 @@ def load_train_batches(
     order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     blocks = Blocks(sharding, plan.batch_shape, axis=2)
     bad_images = BadImages(index, recipe.data.lanes, recipe.data.bad_share)
-    maker_type = _PickMaker if plan.resident else _TrainMaker
-    maker = maker_type(index, recipe, order, skip, blocks, _compute_positions(plan, blocks), bad_images)
+    maker = _TrainMaker(index, recipe, order, skip, blocks, _compute_positions(plan, blocks), bad_images, plan.input)
     return Batches(ranges, maker, threads, depth)
 
 
@@ -150,6 +151,7 @@ class _TrainMaker:
     blocks: Blocks
     positions: NDArray[np.int64]  # [blocks, micro-batches, images]
     bad_images: BadImages
+    input: Input = HOST_FED
 
     @property
     def device(self) -> Any:
@@ -164,6 +166,11 @@ class _TrainMaker:
         return self.get_samples(steps)[0].ravel()
 
     def make(self, steps: range, pool: Executor, staging: Staging) -> Batch:
+        images, labels = self.input.load(_HostBatch(self, steps, pool, staging))
+        return Batch(images, labels, len(steps))
+
+    def load_images(self, steps: range, pool: Executor, staging: Staging) -> tuple[jax.Array, jax.Array]:
+        """Return cropped images and their labels on the devices."""
         samples, passes = self.get_samples(steps)
         size, blocks, count = self.recipe.data.image_size, len(samples), len(steps)
         if count > self.blocks.block[0] or samples.shape[2:] != self.blocks.block[1:]:
@@ -176,7 +183,16 @@ class _TrainMaker:
             out = images[part, :count].reshape(-1, size, size, 3)
             used = self._fill(samples[part].ravel(), passes[part].ravel(), out, pool)
             labels[part, :count] = self.index.labels[used].reshape(labels[part, :count].shape)
-        return Batch(self.blocks.assemble(images, staging), self.blocks.assemble(labels), count)
+        return self.blocks.assemble(images, staging), self.blocks.assemble(labels)
+
+    def load_picks(self, steps: range) -> tuple[jax.Array, jax.Array]:
+        """Return picks and their labels on the devices."""
+        samples, passes = self.get_samples(steps)
+        numbers = np.zeros((len(samples), *self.blocks.block, PICK_NUMBERS), np.int32)
+        labels = np.zeros(numbers.shape[:-1], np.int32)
+        numbers[:, : len(steps)] = picks.make_picks(self.recipe, self.index, samples, passes)
+        labels[:, : len(steps)] = self.index.labels[samples]
+        return self.blocks.assemble(numbers), self.blocks.assemble(labels)
 
     def _fill(
         self, samples: NDArray[np.int64], passes: NDArray[np.int64], out: NDArray, pool: Executor
@@ -214,16 +230,20 @@ class _TrainMaker:
         return pending[sorted(row for row, _ in bad)]
 
 
-class _PickMaker(_TrainMaker):
-    """Makes batches of picks, for images that are on the devices already."""
+@dataclass(frozen=True)
+class _HostBatch:
+    """The batch of one call, as a kind of input asks for it."""
 
-    def make(self, steps: range, pool: Executor, staging: Staging) -> Batch:
-        samples, passes = self.get_samples(steps)
-        numbers = np.zeros((len(samples), *self.blocks.block, picks.PICK_NUMBERS), np.int32)
-        labels = np.zeros(numbers.shape[:-1], np.int32)
-        numbers[:, : len(steps)] = picks.make_picks(self.recipe, self.index, samples, passes)
-        labels[:, : len(steps)] = self.index.labels[samples]
-        return Batch(self.blocks.assemble(numbers), self.blocks.assemble(labels), len(steps))
+    maker: _TrainMaker
+    steps: range
+    pool: Executor
+    staging: Staging
+
+    def load_images(self) -> tuple[jax.Array, jax.Array]:
+        return self.maker.load_images(self.steps, self.pool, self.staging)
+
+    def load_picks(self) -> tuple[jax.Array, jax.Array]:
+        return self.maker.load_picks(self.steps)
 
 
 @dataclass(frozen=True)

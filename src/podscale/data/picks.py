@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from podscale.data.index.dataset import Index
 from podscale.data.order import compute_crop_boxes
+from podscale.parallel.inputs import PICK_NUMBERS
 from podscale.recipe import Recipe
-
-PICK_NUMBERS = 4  # sample, left, top, flip
 
 
 def make_picks(

@@ -9,20 +9,18 @@ import math
 import os
 import socket
 import zlib
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from podscale.config.options import Options
+from podscale.config.options import Options, set_summation
 from podscale.forecast import chips, network, probe
-from podscale.parallel.summation import STRATEGIES
+from podscale.parallel.strategies import STRATEGIES, list_replicated
+from podscale.parallel.summation import PAYLOADS, Links, Load
 from podscale.plan import BUCKET_MIB
 from podscale.pod import Pod
 from podscale.processes.group import all_agree, broadcast_int
 
 MAX_TIME_RATIO = 0.9  # a strategy replaces XLA's sum if it is predicted to need at most this share of its time
 BUCKETS_MIB = (0, 8, 16, 32, 64, 128)
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Choice(NamedTuple):
@@ -41,30 +39,31 @@ def choose_summation(options: Options, pod: Pod, parameters: int) -> Choice:
 
     It may time messages between the processes: all of them must call it, and all get the same choice.
     """
-    seconds, source = _select_cost_model(pod) if options.summation == "auto" else (None, "")
-    if seconds is None:
-        return Choice(_replace_summation(options, "xla" if options.summation == "auto" else options.summation), {}, "")
-    size = parameters * BYTES[options.payload]
-    hides = row.hides if (row := chips.find_chip(pod.kind)) else 0.0
-    mib = options.bucket_mib if options.bucket_mib >= 0 else _choose_bucket_mib(seconds, size, hides, pod)
-    count = _count_buckets(size, mib)
-    predicted = {name: count * seconds(name, size / count) for name in STRATEGIES}
-    return Choice(_replace_summation(options, _pick_fastest(predicted, pod), mib), predicted, source)
+    links, source = _select_links(pod) if options.summation == "auto" else (None, "")
+    if links is None:
+        name = "xla" if options.summation == "auto" else options.summation
+        return Choice(set_summation(options, name, options.bucket_mib), {}, "")
+    size = parameters * PAYLOADS[options.payload]
+    mib = options.bucket_mib if options.bucket_mib >= 0 else _choose_bucket_mib(links, size, pod)
+    predicted = _predict_all(links, size, mib)
+    return Choice(set_summation(options, _pick_fastest(predicted, pod), mib), predicted, source)
 
 
-def _replace_summation(options: Options, summation: Any, bucket_mib: int | None = None) -> Options:
-    return replace(options, summation=summation, bucket_mib=options.bucket_mib if bucket_mib is None else bucket_mib)
+def _predict_all(links: Links, size: float, mib: int) -> dict[str, float]:
+    """Return the seconds to sum `size` bytes of gradients, by the strategies that suit every optimizer."""
+    load = Load(size, buckets=_count_buckets(size, mib))
+    return {name: STRATEGIES[name].predict_s(links, load) for name in list_replicated()}
 
 
-def _select_cost_model(pod: Pod) -> tuple[Callable[[str, float], float] | None, str]:
-    """Return a function from strategy and bytes to seconds, and its source; None and "" where nothing is known."""
+def _select_links(pod: Pod) -> tuple[Links | None, str]:
+    """Return the time model of the pod's links, and its source; None and "" where nothing is known."""
     row = chips.find_chip(pod.kind)
     if pod.rows * pod.cols == 1:
         return None, ""
     if pod.is_present and pod.hosts > 1 and not (row and row.is_torus) and not _is_one_machine():
-        return probe.measure_links(pod).predict_summation_s, "measured links"
+        return probe.measure_links(pod), "measured links"
     if row:
-        return lambda name, size: network.predict_summation_s(pod, name, size), f"the links of {row.kind}"
+        return network.PodLinks(pod), f"the links of {row.kind}"
     return None, ""
 
 
@@ -83,20 +82,20 @@ def _pick_fastest(predicted: dict[str, float], pod: Pod) -> str:
     return "xla" if (row and row.is_torus) or predicted[best] > MAX_TIME_RATIO * predicted["xla"] else best
 
 
-def _choose_bucket_mib(seconds: Callable[[str, float], float], size: float, hides: float, pod: Pod) -> int:
+def _choose_bucket_mib(links: Links, size: float, pod: Pod) -> int:
     """Return the bucket size that leaves the shortest wait after the backward pass; the default if none overlaps.
 
     A sum that cannot overlap with the backward pass is fastest as one bucket. Otherwise all buckets but the last
     overlap, by the share that the chip allows (`hides`).
     """
     row = chips.find_chip(pod.kind)
+    hides = row.hides if row else 0.0
     if row and not hides:
         return BUCKET_MIB
 
     def predict_exposed_s(mib: int) -> float:
-        count = _count_buckets(size, mib)
-        total = count * min(seconds(name, size / count) for name in STRATEGIES)
-        return total * (1 - hides * (1 - 1 / count))
+        total = min(_predict_all(links, size, mib).values())
+        return total * (1 - hides * (1 - 1 / _count_buckets(size, mib)))
 
     return min(BUCKETS_MIB, key=predict_exposed_s)
 
@@ -119,13 +118,13 @@ def reuse_choice(options: Options, pod: Pod, plan: dict[str, Any] | None) -> Opt
         plan: plan.json of the run's folder; None if there is none. Only the main process need be able to read it:
             the others receive the choice from it.
     """
-    names = list(STRATEGIES)
+    names = list_replicated()
     same = plan is not None and options.summation == "auto" and _is_same_pod(plan, pod)
     number = names.index(plan["summation"]) if plan and same and plan["summation"] in names else -1
     number, mib = broadcast_int(number), broadcast_int((plan["bucket_bytes"] if plan and same else 0) >> 20)
     if number < 0 or options.summation != "auto":
         return options
-    return _replace_summation(options, names[number], mib if options.bucket_mib < 0 else None)
+    return set_summation(options, names[number], mib if options.bucket_mib < 0 else options.bucket_mib)
 
 
 def _is_same_pod(plan: dict[str, Any], pod: Pod) -> bool:

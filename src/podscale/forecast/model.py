@@ -14,15 +14,14 @@ from typing import Any
 from podscale.forecast import network
 from podscale.forecast.chips import Chip, get_chip
 from podscale.forecast.compute import FORWARD, Work, predict_best_rate, predict_forward_s, predict_step_s
-from podscale.parallel import sharded
-from podscale.parallel.summation import STRATEGIES
+from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.summation import PAYLOADS, Load
 from podscale.plan import Plan
 
 # Images a second that one core resizes to 224 px: from ImageNet's files, or from pixels in memory (docs/results.md).
 DECODE_RATE, PIXELS_RATE = 1109.0, 9468.0
 REFERENCE_SIZE = 224
 IN_MEMORY = ("digits", "npz")
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,13 @@ def make_forecast(plan: Plan, work: Work) -> Forecast:
     row = get_chip(plan.pod.kind)
     compute_s = plan.micro_batches * predict_step_s(row, work, plan.micro_images)
     ideal_s = plan.images_per_device / predict_best_rate(row, work)
-    sums = {name: _predict_summation_s(plan, work, name) for name in (*STRATEGIES, sharded.NAME)}
+    load, links = _make_load(plan, work), network.PodLinks(plan.pod)
+    sums = {name: strategy.predict_s(links, load) for name, strategy in STRATEGIES.items()}
     return Forecast(
         plan=plan,
         compute_s=compute_s,
         batch_norm_s=_predict_batch_norm_s(plan, work),
-        summation_s=_predict_exposed_s(plan, row, work, sums[plan.summation], compute_s),
+        summation_s=_predict_exposed_s(plan, row, load, sums[plan.options.summation], compute_s),
         input_s=_predict_input_s(plan, row),
         few_images_s=max(compute_s - ideal_s, 0.0),
         summations=sums,
@@ -122,29 +122,23 @@ def make_forecast(plan: Plan, work: Work) -> Forecast:
     )
 
 
-def _predict_summation_s(plan: Plan, work: Work, strategy: str) -> float:
-    """Return the seconds to sum the gradients, in buckets, and the batch-norm moments.
-
-    `sharded` gathers the weights in float32, whatever the payload of the gradients, and sums the norms of both.
-    """
-    size = float(work.parameters * BYTES[plan.payload])
-    buckets, network_strategy = _count_buckets(plan, size), "torus" if strategy == sharded.NAME else strategy
-    extra_s = network.predict_summation_s(plan.pod, network_strategy, 2 * 4 * work.norm_channels) if work.norms else 0.0
-    if strategy == sharded.NAME:
-        extra_s += network.predict_summation_s(plan.pod, network_strategy, 2 * 4 * work.layers)
-        size = (size + work.parameters * BYTES["float32"]) / 2
-    return buckets * network.predict_summation_s(plan.pod, network_strategy, size / buckets) + extra_s
-
-
-def _count_buckets(plan: Plan, size: float) -> int:
-    return max(1, math.ceil(size / plan.bucket_bytes)) if plan.bucket_bytes else 1
+def _make_load(plan: Plan, work: Work) -> Load:
+    """Return what an update sends: gradients, in buckets, and the batch-norm moments."""
+    gradients = float(work.parameters * PAYLOADS[plan.options.payload])
+    bucket_bytes = plan.transfer.bucket_bytes
+    return Load(
+        gradients=gradients,
+        parameters=float(work.parameters * PAYLOADS["float32"]),
+        buckets=max(1, math.ceil(gradients / bucket_bytes)) if bucket_bytes else 1,
+        moments=2 * 4 * work.norm_channels if work.norms else 0.0,
+        arrays=work.layers,
+    )
 
 
-def _predict_exposed_s(plan: Plan, row: Chip, work: Work, summation_s: float, compute_s: float) -> float:
+def _predict_exposed_s(plan: Plan, row: Chip, load: Load, summation_s: float, compute_s: float) -> float:
     """Return the part of the summation that does not overlap with the backward pass: at least the last bucket."""
-    buckets = _count_buckets(plan, work.parameters * BYTES[plan.payload])
     backward_s = (1 - FORWARD) * compute_s / plan.micro_batches  # only the last micro-batch's
-    hidden_s = min(row.hides * summation_s, backward_s) * (1 - 1 / buckets)
+    hidden_s = min(row.hides * summation_s, backward_s) * (1 - 1 / load.buckets)
     return summation_s - hidden_s
 
 

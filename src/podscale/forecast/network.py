@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from podscale.errors import UserError
 from podscale.forecast.chips import Chip, get_chip
+from podscale.parallel.routes import Path, Route
 from podscale.pod import Pod
 
 
@@ -62,26 +63,8 @@ def time_ring(axes: Sequence[Axis], size: float) -> float:
     return time_paths([(_join_axes(axes),)], size)
 
 
-def time_bidirectional_ring(axes: Sequence[Axis], size: float) -> float:
-    """Return the seconds of one ring through all chips, with half of the data in each direction."""
-    return time_paths([(_join_axes(axes),)] * 2, size)
-
-
-def time_torus(axes: Sequence[Axis], size: float) -> float:
-    """Return the seconds of a sum along the first axis, then along the next, in one direction."""
-    return time_paths([tuple(axes)], size)
-
-
-def time_all_links(axes: Sequence[Axis], size: float) -> float:
-    """Return the seconds of a sum that gives every link of a chip a part of the data.
-
-    There is a path for each axis to start with and for each direction.
-    """
-    return time_paths([path for path in _rotate_axes(axes) for _ in range(2)], size)
-
-
 def time_independent_paths(axes: Sequence[Axis], size: float) -> float:
-    """Return the seconds of the paths of `time_all_links` if those that start along different axes never wait.
+    """Return the seconds of a sum over all links of a chip, a path for each axis to start with and each direction.
 
     The paths that start along one axis are synchronized with each other, but not with those that start along another.
     """
@@ -113,23 +96,37 @@ def make_axes(pod: Pod) -> tuple[Axis, ...]:
     return within, Axis(pod.rows, row.node_rate, row.node_hop_s)
 
 
-def predict_summation_s(pod: Pod, strategy: str, size: float) -> float:
-    """Return the seconds to sum `size` bytes over all devices of the pod by a strategy of `parallel.summation`."""
-    row = get_chip(pod.kind)
-    on_chip_s = 3 * size / row.memory_rate if pod.cores > 1 else 0.0  # both cores' parts are read, their sum written
-    if pod.rows * pod.cols == 1:
-        return on_chip_s
-    axes = make_axes(pod)
-    if strategy == "xla":
-        seconds = _time_compiler_sum(row, axes, size)
-    elif strategy in ("ring2", "torus4") and not row.is_torus:
-        # All paths leave a GPU through the same port, two at a time in each direction.
-        form = time_bidirectional_ring if strategy == "ring2" else time_all_links
-        seconds = form([Axis(axis.size, axis.rate / 2, axis.hop_s) for axis in axes], size)
-    else:
-        forms = {"ring": time_ring, "ring2": time_bidirectional_ring, "torus": time_torus, "torus4": time_all_links}
-        seconds = forms[strategy](_fold_axes(axes), size)
-    return row.start_s + on_chip_s + seconds
+@dataclass(frozen=True)
+class PodLinks:
+    """The links of a pod by the published figures of its chips: a time model for `parallel.summation`."""
+
+    pod: Pod
+
+    def time_paths(self, paths: Sequence[Path], size: float) -> float:
+        """Return the seconds to sum `size` bytes over all devices, an equal part along each path."""
+        if self.pod.rows * self.pod.cols == 1:
+            return self._predict_on_chip_s(size)
+        chip, axes = get_chip(self.pod.kind), _fold_axes(make_axes(self.pod))
+        if len(paths) > 1 and not chip.is_torus:  # all paths leave a GPU through the same port, two at a time each way
+            axes = tuple(Axis(axis.size, axis.rate / 2, axis.hop_s) for axis in axes)
+        seconds = time_paths([[_select_axis(route, axes) for route in path] for path in paths], size)
+        return chip.start_s + self._predict_on_chip_s(size) + seconds
+
+    def time_compiler_sum(self, size: float) -> float:
+        """Return the seconds of the compiler's own sum of `size` bytes over all devices."""
+        if self.pod.rows * self.pod.cols == 1:
+            return self._predict_on_chip_s(size)
+        chip = get_chip(self.pod.kind)
+        return chip.start_s + self._predict_on_chip_s(size) + _time_compiler_sum(chip, make_axes(self.pod), size)
+
+    def _predict_on_chip_s(self, size: float) -> float:
+        """Return the seconds in which the cores of a chip read their parts and write the sum."""
+        return 3 * size / get_chip(self.pod.kind).memory_rate if self.pod.cores > 1 else 0.0
+
+
+def _select_axis(route: Route, axes: tuple[Axis, ...]) -> Axis:
+    across, down = axes
+    return {"row": across, "column": down, "all": _join_axes(axes)}[route.along]
 
 
 def _fold_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -9,9 +9,9 @@ too.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from podscale.forecast import network
 from podscale.forecast.network import Axis
-from podscale.parallel.collectives import Route, follow_columns, follow_rows, lay_rings, reverse_route, visit_all_chips
+from podscale.parallel.collectives import lay_rings
+from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, VISIT_ALL_CHIPS, Path, Route
 from podscale.pod import ALL_AXES, CORE, Pod
 
 SMALL_BYTES, LARGE_BYTES = 64, 256 << 10  # bytes of the messages
@@ -59,25 +60,27 @@ class Probe:
     cores: LinearCost  # the sum over the cores of a chip
     xla: LinearCost  # the compiler's sum over the pod
 
-    def predict_summation_s(self, strategy: str, size: float) -> float:
-        """Return the seconds to sum `size` bytes by a strategy of `parallel.summation`."""
-        if strategy == "xla":
-            return self.xla.predict_s(size)
-        chips = self.rows * self.cols
-        if chips == 1:
+    def time_paths(self, paths: Sequence[Path], size: float) -> float:
+        """Return the seconds to sum `size` bytes over all devices, an equal part along each path."""
+        if self.rows * self.cols == 1:
             return self.cores.predict_s(size)
-        rings = {"ring": (self.ring, network.time_ring), "ring2": (self.ring2, network.time_bidirectional_ring)}
-        if strategy in rings:
-            cost, form = rings[strategy]
-            seconds = form([Axis(chips, cost.rate, cost.hop_s)], size)
-        elif strategy == "torus4":
-            seconds = network.time_all_links(self._make_axes(self.four, self.four), size)
-        else:
-            seconds = network.time_torus(self._make_axes(self.row, self.column), size)
-        return self.cores.predict_s(size) + seconds
+        stages = [
+            [self._make_axis(route, self._find_cost(stage)) for route in stage] for stage in zip(*paths, strict=True)
+        ]
+        return self.cores.predict_s(size) + network.time_paths(list(zip(*stages, strict=True)), size)
 
-    def _make_axes(self, row: LinearCost, column: LinearCost) -> tuple[Axis, Axis]:
-        return Axis(self.cols, row.rate, row.hop_s), Axis(self.rows, column.rate, column.hop_s)
+    def time_compiler_sum(self, size: float) -> float:
+        """Return the seconds of the compiler's own sum of `size` bytes over all devices."""
+        return self.xla.predict_s(size)
+
+    def _find_cost(self, routes: Sequence[Route]) -> LinearCost:
+        """Return the cost of a hop along all of these routes at once; of patterns not measured, that of all links."""
+        name = next((name for name, pattern in PATTERNS.items() if set(pattern) == set(routes)), "four")
+        cost: LinearCost = getattr(self, name)
+        return cost
+
+    def _make_axis(self, route: Route, cost: LinearCost) -> Axis:
+        return Axis(route.count_chips(self.rows, self.cols), cost.rate, cost.hop_s)
 
     @property
     def chip_rate(self) -> float:
@@ -88,26 +91,24 @@ class Probe:
         return asdict(self)
 
 
-ROW_ROUTES, COLUMN_ROUTES, RING_ROUTES = (follow_rows,), (follow_columns,), (visit_all_chips,)
-RING2_ROUTES = (visit_all_chips, reverse_route(visit_all_chips))
-TORUS4_ROUTES = (follow_rows, reverse_route(follow_rows), follow_columns, reverse_route(follow_columns))
+# The routes that carry messages at the same time in each measured pattern.
+PATTERNS: Mapping[str, Path] = MappingProxyType(
+    {
+        "row": (FOLLOW_ROWS,),
+        "column": (FOLLOW_COLUMNS,),
+        "ring": (VISIT_ALL_CHIPS,),
+        "ring2": (VISIT_ALL_CHIPS, VISIT_ALL_CHIPS.reverse()),
+        "four": (FOLLOW_ROWS, FOLLOW_ROWS.reverse(), FOLLOW_COLUMNS, FOLLOW_COLUMNS.reverse()),
+    }
+)
 
 
 def measure_links(pod: Pod) -> Probe:
     """Time messages over the pod. All processes must call it, and all get the same figures."""
-    mesh = pod.mesh()
-    make_hops = partial(_make_hops, pod.cores)
-    costs = {
-        "row": _fit_cost(mesh, make_hops(ROW_ROUTES)),
-        "column": _fit_cost(mesh, make_hops(COLUMN_ROUTES)),
-        "ring": _fit_cost(mesh, make_hops(RING_ROUTES)),
-        "ring2": _fit_cost(mesh, make_hops(RING2_ROUTES)),
-        "four": _fit_cost(mesh, make_hops(TORUS4_ROUTES)),
-        "cores": _fit_cost(mesh, _repeat(_sum_over_cores), ON_CHIP_BYTES)
-        if pod.cores > 1
-        else LinearCost(0.0, math.inf),
-        "xla": _fit_cost(mesh, _repeat(lambda x: lax.psum(x, ALL_AXES)), SUM_BYTES),
-    }
+    mesh, free = pod.mesh(), LinearCost(0.0, math.inf)
+    costs = {name: _fit_cost(mesh, _make_hops(pod.cores, routes)) for name, routes in PATTERNS.items()}
+    costs["cores"] = _fit_cost(mesh, _repeat(_sum_over_cores), ON_CHIP_BYTES) if pod.cores > 1 else free
+    costs["xla"] = _fit_cost(mesh, _repeat(lambda x: lax.psum(x, ALL_AXES)), SUM_BYTES)
     return Probe(pod.rows, pod.cols, **costs)
 
 

@@ -26,7 +26,7 @@ RULES: dict[str, Rule] = {}  # registered rules by name
 def make_optimizer(
     recipe: Recipe,
     learning_rate: optax.ScalarOrSchedule,
-    norms: Norms = compute_norms,
+    norms: Norms | None = None,
     *,
     stem: str = "",
     head: str = "",
@@ -36,8 +36,7 @@ def make_optimizer(
     Args:
         recipe: its section `optimizer` names the rule and its settings.
         learning_rate: a number, or a function of the step.
-        norms: the norms of whole arrays, the only thing that the rules here do with an array as a whole; where devices
-            hold parts of arrays, `parallel.sharded.compute_norms`.
+        norms: the norms of whole arrays, from the part of each that a device holds; None: devices hold whole arrays.
         stem: path of the model's first layer among the parameters, such as `layers.0`.
         head: path of the model's last layer.
 
@@ -50,25 +49,31 @@ def make_optimizer(
         rule = rules[DEFAULT]
     else:
         rule = optax.partition(rules, partial(label_groups, settings, set(rules), stem, head))
-    return optax.chain(clip_by_global_norm(settings.clip_norm, norms), rule) if settings.clip_norm else rule
+    return (
+        optax.chain(clip_by_global_norm(settings.clip_norm, norms or compute_norms), rule)
+        if settings.clip_norm
+        else rule
+    )
 
 
-def _make_rule(recipe: Recipe, group: str, rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:
+def _make_rule(
+    recipe: Recipe, group: str, rate: optax.ScalarOrSchedule, norms: Norms | None
+) -> optax.GradientTransformation:
     """Return the update rule for one group of parameters."""
     settings = recipe.optimizer
     match settings.name:
         case "lars":
-            return make_lars(settings, rate, norms)
+            return make_lars(settings, rate, norms or compute_norms)
         case "sgd":
             return make_sgd(settings, rate)
         case "adamw":
             return make_adamw(settings, rate)
-        case "muon" if norms is compute_norms:
+        case "muon" if norms is None:
             if not group.startswith(DEFAULT):
                 return make_fallback(settings, rate)
             return make_muon(settings, rate, recipe.model.precision)
         case name:
-            if norms is not compute_norms:
+            if norms is not None:
                 raise UserError(f"plan.summation sharded gives every device a part of each array; {name} may need all")
             return RULES[name](settings, rate)
 

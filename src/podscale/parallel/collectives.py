@@ -2,16 +2,9 @@
 
 All functions here run inside `jax.shard_map(..., check_vma=False)` over the pod's mesh.
 
-An all-reduce sends the data along one or more *paths*. A path is a sequence of rings. The data is reduce-scattered
-along each ring in turn, after which every device owns one finished chunk of the sum, and then all-gathered along the
-same rings in reverse. The strategies of gradient summation (`summation.py`) differ in their paths, on N = R·C chips:
-
-    ring     one path of one ring through all chips: 2(N-1) hops
-    ring2    two paths, half of the data each: the same ring in both directions
-    torus    one path, rows then columns: 2(R-1) + 2(C-1) hops (2-D gradient summation of Ying et al. 2018,
-             arXiv 1811.06992)
-    torus4   four paths, a quarter of the data each: rows or columns first, in both directions, so that all four links
-             of a chip carry data at the same time
+An all-reduce sends the data along one or more *paths* (`routes.py`). A path is a sequence of rings. The data is
+reduce-scattered along each ring in turn, after which every device owns one finished chunk of the sum, and then
+all-gathered along the same rings in reverse.
 
 The cores of a chip first scatter the data among themselves, on the chip. Each core then sends its part along paths of
 its own, as far as there are several: one message of the program moves the parts of all cores, each along its own path.
@@ -30,60 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import NDArray
 
+from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, Path, Route
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
 
 TORUS = COLUMN + ROW  # in this order, the index along all of these axes is row * columns + column
 MAX_UNROLLED_HOPS = 16  # longer rings become a loop, or compiling takes longer than training
-
-
-# --- routes: cycles over chips -------------------------------------------------------------------------------------
-
-Chips = NDArray[np.int64]  # device ids
-Route = Callable[[Chips], Chips]  # chips [rows, columns] -> disjoint cycles that cover them [cycles, chips of a cycle]
-
-
-def follow_rows(chips: Chips) -> Chips:
-    """Return one cycle per row."""
-    return chips
-
-
-def follow_columns(chips: Chips) -> Chips:
-    """Return one cycle per column."""
-    return chips.T
-
-
-def visit_all_chips(chips: Chips) -> Chips:
-    """Return a single cycle through all chips, every hop of which is one link of the torus."""
-    return np.array([[chips[place] for place in find_hamiltonian_cycle(*chips.shape)]])
-
-
-def reverse_route(route: Route) -> Route:
-    """Return the route that follows the same cycles in the opposite direction."""
-    return lambda chips: route(chips)[:, ::-1]
-
-
-def find_hamiltonian_cycle(rows: int, cols: int) -> list[tuple[int, int]]:
-    """Return all chips of a torus as (row, column), each one link from the previous, the last one link from the first.
-
-    Every row is walked as a whole ring, so a row walked to the right ends one column left of where it began, and the
-    next row begins there. With k rows to the right and the others to the left, the walk ends rows - 2k columns from
-    where it began, which must be 0 modulo `cols`. Such a k exists if the number of rows is even (half of them), or if
-    both numbers are odd and rows >= cols (k = (rows - cols) / 2); in all other cases it exists for the transpose.
-
-    >>> find_hamiltonian_cycle(2, 3)
-    [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0)]
-    """
-    rightwards = next((k for k in range(rows, -1, -1) if (rows - 2 * k) % cols == 0), None)
-    if rightwards is None:
-        return [(row, col) for col, row in find_hamiltonian_cycle(cols, rows)]
-    cycle, start = [], 0
-    for row in range(rows):
-        step = 1 if row < rightwards else -1
-        cycle += [(row, (start + step * i) % cols) for i in range(cols)]
-        start -= step
-    return cycle
 
 
 # --- rings: cycles over devices ------------------------------------------------------------------------------------
@@ -100,7 +45,7 @@ class Ring:
         """Build the ring on which core i of every chip follows `routes[i]`."""
         rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
         devices = np.arange(rows * cols * len(routes)).reshape(rows, cols, len(routes))
-        cycles = np.concatenate([route(devices[:, :, core]) for core, route in enumerate(routes)])
+        cycles = np.concatenate([route.lay(devices[:, :, core]) for core, route in enumerate(routes)])
         return cls(tuple(map(tuple, cycles.tolist())))
 
     @property
@@ -121,14 +66,14 @@ class Ring:
         return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
 
 
-def lay_rings(paths: Sequence[tuple[Route, ...]], cores: int) -> list[tuple[Ring, ...]]:
+def lay_rings(paths: Sequence[Path], cores: int) -> list[tuple[Ring, ...]]:
     """Return the rings of each part of a core's data, so that all paths carry the same amount.
 
     The cores of a chip divide the paths among themselves: of four paths, four cores take one each, two cores take two
     each, a single core takes all four. What moves in one message must have one shape: if rows and columns differ in
     length, the rows-first and the columns-first parts move in separate messages.
     """
-    by_lengths: dict[tuple[int, ...], list[tuple[Route, ...]]] = {}
+    by_lengths: dict[tuple[int, ...], list[Path]] = {}
     for path in paths:
         by_lengths.setdefault(tuple(Ring.from_routes([route] * cores).size for route in path), []).append(path)
     ring_paths = []
@@ -200,7 +145,7 @@ def _hop_together(rings: Sequence[Ring], step: Callable[[int, Any, Any], Any], c
 # --- all-reduce ----------------------------------------------------------------------------------------------------
 
 
-def all_reduce(paths: Sequence[tuple[Route, ...]], x: jax.Array, wire: Any) -> jax.Array:
+def all_reduce(paths: Sequence[Path], x: jax.Array, wire: Any) -> jax.Array:
     """Sum `x` over all devices, with an even part of it along each path.
 
     Args:
@@ -298,4 +243,4 @@ def gather_parts(part: jax.Array) -> jax.Array:
 
 def _make_torus_rings() -> list[Ring]:
     """Return the ring along rows and the ring along columns, the same for all cores."""
-    return [Ring.from_routes([route] * lax.axis_size(CORE)) for route in (follow_rows, follow_columns)]
+    return [Ring.from_routes([route] * lax.axis_size(CORE)) for route in (FOLLOW_ROWS, FOLLOW_COLUMNS)]

@@ -19,7 +19,7 @@ from podscale.errors import UserError
 from podscale.models import registry
 from podscale.models.functional import make_functional
 from podscale.optim import schedules
-from podscale.parallel import sharded
+from podscale.parallel.state_layout import StateLayout
 from podscale.plan import Plan
 from podscale.planner import described_devices
 from podscale.training import step as steps
@@ -106,9 +106,8 @@ def _lower_program(plan: Plan) -> Any:
     everywhere = NamedSharding(mesh, PartitionSpec())
     state = jax.eval_shape(lambda p, s: steps.init_state(recipe, p, s, optimizer), params, stats)
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), state)
-    if plan.summation == sharded.NAME:
-        partitioner = sharded.Partitioner(mesh, optimizer, params)
-        state = state._replace(optimizer=partitioner.make_abstract_parts(state.optimizer))
+    layout = StateLayout(plan.summation, mesh, optimizer, params)
+    state = state._replace(optimizer=layout.describe(state.optimizer))
     batch = steps.describe_call_arguments(plan, mesh)
     return steps.make_train_call(net, plan, optimizer, schedule, mesh).lower(state, *batch)
 

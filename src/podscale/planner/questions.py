@@ -78,7 +78,7 @@ def search_pods(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list
     forecasts = search.find_fastest_pods(request, recipe, plan.counts, plan.memory, work)
     values = [
         {"pod": f"{f.plan.pod.kind}:{search.format_shape(f.plan.pod)}", "recipe": f.plan.recipe.name}
-        | {"tile": list(f.plan.tile), "summation": f.plan.summation, "micro_batches": f.plan.micro_batches}
+        | {"tile": list(f.plan.tile), "summation": f.plan.options.summation, "micro_batches": f.plan.micro_batches}
         | model.to_dict(f)
         for f in forecasts
     ]

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from podscale import plan as plans
 from podscale import recipe as recipes
-from podscale.config.options import Options
+from podscale.config.options import Options, set_summation
 from podscale.config.suggestions import list_divisors, suggest_names
 from podscale.errors import UserError
 from podscale.forecast import chips
 from podscale.forecast.compute import Work
 from podscale.forecast.model import Forecast, make_forecast
-from podscale.parallel.summation import STRATEGIES
+from podscale.parallel.strategies import list_replicated
 from podscale.plan import Counts, Memory, Plan
 from podscale.pod import CHIPS, THREE_DIMENSIONS, Pod, named_pod
 from podscale.recipe import Recipe
@@ -145,8 +145,8 @@ def _iterate_variants(recipe: Recipe, pod: Pod, counts: Counts, memory: Memory) 
         except UserError:  # the batch does not divide into these micro-batches, or no tile fits
             continue
         if memory.total(plan.micro_images, plan.input_images) <= plans.USABLE_SHARE * pod.memory_bytes:
-            for summation in STRATEGIES:
-                yield replace(plan, summation=summation)
+            for summation in list_replicated():
+                yield replace(plan, options=set_summation(plan.options, summation, plan.options.bucket_mib))
 
 
 def format_shape(pod: Pod) -> str:
@@ -167,7 +167,7 @@ def format_rows(forecasts: list[Forecast]) -> list[list[str]]:
             f.limit,
             f.plan.recipe.name,
             f"{f.plan.tile[0]}x{f.plan.tile[1]}",
-            f.plan.summation,
+            f.plan.options.summation,
             f"{f.plan.micro_batches}",
         ]
         for f in forecasts

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from podscale.parallel.routes import PATHS, count_hops
+
 MAX_DRAWN = 8  # rows and columns of chips; the page's script draws only an excerpt of larger pods
 Line = dict[str, Any]
 
@@ -91,10 +93,7 @@ def list_phases(plan: Line) -> list[tuple[str, str, str]]:
 def describe_hops(plan: Line) -> str:
     """Return the number of hops on the whole pod, even if only an excerpt is drawn."""
     R, C = plan["pod"]["rows"], plan["pod"]["cols"]
-    ring = 2 * (R * C - 1)
-    torus = 2 * (R - 1) + 2 * (C - 1)
-    counts = {"torus": torus, "sharded": torus, "torus4": 4 * (max(R, C) - 1), "ring": ring, "ring2": ring}
-    count = counts.get(plan["summation"])
+    ring, count = (count_hops(PATHS.get(name, ()), R, C) for name in ("ring", plan["summation"]))
     if not count:
         return ""
     text = f"On this {R} x {C} pod that takes {count:,} hops from chip to chip"

@@ -16,7 +16,6 @@ from podscale.plan import Plan
 from podscale.processes import heartbeat
 from podscale.runs.folder import Run
 from podscale.training import step as steps
-from podscale.training.device_input import resident
 from podscale.training.setup import Setup
 
 
@@ -30,14 +29,14 @@ def compile_train_step(setup: Setup, run: Run | None = None, options: dict[str, 
 
     Returns:
         A function (state, images, labels, count) -> (state, metrics); see `step.make_train_call`. It already holds the
-        images if they live on the devices.
+        arrays that stay on the devices.
     """
     plan = setup.plan
-    images = [resident.place_images(setup.data.train, setup.mesh)] if plan.resident else []
+    residents = plan.input.place_residents(setup.data.train.images, setup.mesh)
     call = steps.make_train_call(setup.net, plan, setup.optimizer, setup.schedule, setup.mesh)
     batch = steps.describe_call_arguments(plan, setup.mesh)[:3]
-    program = compile_program(call.lower(setup.state, *batch, *images), plan, run, options)
-    return _warm_up(setup, lambda *batch: program(*batch, *images), *batch) if images else program
+    program = compile_program(call.lower(setup.state, *batch, *residents), plan, run, options)
+    return _warm_up(setup, lambda *batch: program(*batch, *residents), *batch) if residents else program
 
 
 def _warm_up(setup: Setup, call: Callable[..., Any], picks: Any, labels: Any, _: Any) -> Callable[..., Any]:
@@ -70,7 +69,7 @@ def compile_program(lowered: Any, plan: Plan, run: Run | None, options: dict[str
     tried. So they are stored in the run, where the next session finds them, and algorithms that add in another order
     each time are not tried at all.
     """
-    if plan.deterministic and jax.default_backend() == "gpu":
+    if plan.options.deterministic and jax.default_backend() == "gpu":
         deterministic = {"xla_gpu_exclude_nondeterministic_ops": True} | (options or {})
         with cache_programs_in(run.programs) if run else nullcontext():
             program = lowered.compile(deterministic)

@@ -55,7 +55,7 @@ def count_checkpoints_to_keep(plan: Plan) -> int:
     """Return how many of the newest checkpoints to keep, so that one of them is always old enough to roll back to."""
     points, reach = sorted({0, *plan.save_points()}), 2 * plan.recipe.train.bad_updates
     within = max(i - bisect_right(points, point - reach) + 1 for i, point in enumerate(points)) if reach else 0
-    return max(plan.keep, within + 1)
+    return max(plan.options.keep, within + 1)
 
 
 def handle_divergence(error: DivergenceError, setup: Setup, run: Run, checkpoints: Checkpoints) -> Exception:

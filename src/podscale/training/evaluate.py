@@ -29,7 +29,7 @@ class Evaluator:
         self.predictions = np.zeros((0, 3), np.float32)
         self._call, arguments = compile_eval_step(setup, run)
         self._resident: list[prefetch.Batch] = []  # all batches, where the images live on the devices
-        if setup.plan.resident:
+        if setup.plan.input.is_resident:
             with self._load_batches() as batches:
                 self._resident = list(batches)
             jax.block_until_ready(self._call(*zeros_like(arguments)))  # as in `compilation._warm_up`

@@ -223,12 +223,12 @@ def _run_loop(
         DivergenceError: too many consecutive updates were non-finite.
     """
     plan, state, run, ledger = setup.plan, setup.state, reporter.run, reporter.ledger
-    replicas = ReplicaCheck(setup.mesh, plan.check_steps)
+    replicas = ReplicaCheck(setup.mesh, plan.options.check_steps)
     calls, eval_steps, save_steps = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), reporter.console.status("compiling"):
         train_step, evaluate, stragglers = compile_train_step(setup, run), Evaluator(setup, run), StragglerMonitor()
     data = load_train_batches(setup, calls, read_skipped_batches(run.folder))
-    with data as batches, Watchdog(plan.timeout_s, run.folder) as watchdog, stragglers:
+    with data as batches, Watchdog(plan.options.timeout_s, run.folder) as watchdog, stragglers:
         reporter.start()
         for number, call in enumerate(calls):
             watchdog.record_progress(call.start, "load, train")
@@ -285,7 +285,7 @@ def _save_last(
     Raises:
         LastCheckpointNotSavedError: in all processes; it never got there.
     """
-    limit_s = reporter.plan.timeout_s or MAX_WAIT_S
+    limit_s = reporter.plan.options.timeout_s or MAX_WAIT_S
     start_s = time.monotonic()
     while True:
         with reporter.warn_on(CheckpointNotSavedError):

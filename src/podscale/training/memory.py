@@ -32,7 +32,6 @@ def estimate_memory(
         + _count_bytes(net.split(params)[0])
         + _count_bytes(stats) * averages,  # and gradients
         optimizer=_count_bytes(jax.eval_shape(optimizer.init, params)),
-        input_per_image=image_bytes,
         activations_per_image=int(BYTES_PER_OUTPUT_BYTE * _count_output_bytes(recipe, net, params, stats))
         + 3 * image_bytes,
     )

@@ -30,7 +30,8 @@ from podscale.forecast.choice import Choice
 from podscale.models import registry
 from podscale.models.functional import FunctionalModel, make_functional
 from podscale.optim import optimizers, schedules
-from podscale.parallel import placement, sharded
+from podscale.parallel import placement
+from podscale.parallel.state_layout import StateLayout
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
@@ -221,11 +222,8 @@ def load_initial_weights(setup: Setup) -> tuple[Setup, InitialWeights]:
 def _place_on_devices(setup: Setup) -> Setup:
     """Place the state on the devices: replicated, or with the optimizer's state partitioned over them."""
     state = jax.tree.map(np.asarray, setup.state)
-    if setup.plan.summation != sharded.NAME:
-        return setup._replace(state=placement.replicate(state, setup.mesh))
     replicated = placement.replicate(state._replace(optimizer=()), setup.mesh)
-    parts = _make_partitioner(setup).partition_host_arrays(state.optimizer)
-    return setup._replace(state=replicated._replace(optimizer=parts))
+    return setup._replace(state=replicated._replace(optimizer=_make_layout(setup).place(state.optimizer)))
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -233,9 +231,7 @@ def _place_on_devices(setup: Setup) -> Setup:
 
 def to_checkpoint(setup: Setup, state: State) -> State:
     """Return the state as checkpoints store it: whole arrays, whatever the summation."""
-    if setup.plan.summation != sharded.NAME:
-        return state
-    return state._replace(optimizer=_make_partitioner(setup).gather(state.optimizer))
+    return state._replace(optimizer=_make_layout(setup).gather(state.optimizer))
 
 
 def restore_state(setup: Setup, restore: Callable[[Any], Any]) -> State:
@@ -243,15 +239,13 @@ def restore_state(setup: Setup, restore: Callable[[Any], Any]) -> State:
 
     `restore` takes abstract arrays of the same shapes.
     """
-    if setup.plan.summation != sharded.NAME:
-        return restore(setup.state)
-    partitioner = _make_partitioner(setup)
-    state = restore(setup.state._replace(optimizer=partitioner.make_abstract_whole(setup.state.optimizer)))
-    return state._replace(optimizer=partitioner.partition_device_arrays(state.optimizer))
+    layout = _make_layout(setup)
+    state = restore(setup.state._replace(optimizer=layout.describe_whole(setup.state.optimizer)))
+    return state._replace(optimizer=layout.scatter(state.optimizer))
 
 
-def _make_partitioner(setup: Setup) -> sharded.Partitioner:
-    return sharded.Partitioner(setup.mesh, setup.optimizer, setup.net.get_param_shapes())
+def _make_layout(setup: Setup) -> StateLayout:
+    return StateLayout(setup.plan.summation, setup.mesh, setup.optimizer, setup.net.get_param_shapes())
 
 
 # --- input ---------------------------------------------------------------------------------------------------------
@@ -294,7 +288,7 @@ def describe_input(setup: Setup) -> dict[str, Any]:
     return {
         "decoder": decode.select_decoder() if setup.data.train.files is not None else "none",
         "cache": {
-            split: "device" if setup.plan.resident else images.kind if images else "none"
+            split: setup.plan.input.name if setup.plan.input.is_resident else images.kind if images else "none"
             for split, images in caches.items()
         },
         "cache_bytes": sum(images.memory.size for images in caches.values() if images),

@@ -4,8 +4,10 @@ A call runs several updates so that the host stays off the critical path. Inside
 it communicates with others only in batch norm (its tile) and in the summation of gradients (the pod).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, UInt8
 
-from podscale.data.picks import PICK_NUMBERS
 from podscale.models.functional import FunctionalModel, Tree
 from podscale.optim import optimizers
 from podscale.optim.norms import (
@@ -22,21 +24,22 @@ from podscale.optim.norms import (
     compute_joined_global_norm,
     compute_norm,
     compute_norm_unflattened,
-    compute_norms,
 )
 from podscale.optim.parameter_groups import count_stem_updates
-from podscale.parallel import batch_norm, sharded
-from podscale.parallel.summation import sum_tree
+from podscale.parallel import batch_norm
+from podscale.parallel.state_layout import StateLayout
 from podscale.plan import Plan
 from podscale.pod import ALL_AXES, BATCH_AXES, make_batch_sharding
 from podscale.recipe import Recipe
 from podscale.training import views
-from podscale.training.device_input import augment, resident
+from podscale.training.device_input import augment
 
 # What XLA puts into CUDA graphs: its default, and convolutions and loops.
 GRAPHED_OPERATIONS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION,CONDITIONAL,WHILE"
 GRAPHED_MODELS = ("cifarnet",)  # models that were faster with it
 OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
+Images = UInt8[Array, "micro_batches images height width 3"]  # of one device and update
+Labels = Int[Array, "micro_batches images"]
 
 
 class State(NamedTuple):
@@ -86,86 +89,94 @@ def make_train_call(
     mesh: Mesh,
     *,
     takes_seed: bool = False,
-) -> Any:
-    """Return the jitted call: (state, images [S, M, B/M, h, w, 3], labels [S, M, B/M], count) -> state, metrics [S].
+) -> jax.stages.Wrapped:
+    """Return the jitted call: (state, batch [S, M, B/M, ...], labels [S, M, B/M], count, *residents) -> state, metrics.
 
     S is `plan.steps_per_call`, M `plan.micro_batches` and B the global batch. Only the first `count` of the S updates
-    are done; the metrics of the others are zero. If the images live on the devices, `images` are picks [S, M, B/M, 4],
-    and a fifth argument holds all images, uint8 [samples, height, width, 3].
+    are done; the metrics [S] of the others are zero. What the batch holds of each image, and which arrays stay on the
+    devices as `residents`, is `plan.input`'s to say.
 
     With `takes_seed` the last argument is the seed, a uint32, which replaces the recipe's.
     """
-    update = partial(_update, net, plan, optimizer, schedule)
-    stem_updates = count_stem_updates(plan.recipe, plan.steps)  # later ones need no gradient of the first layer
+    step, size = TrainStep(net, plan, optimizer, schedule), plan.recipe.data.image_size
 
-    def call(
-        state: State, images: jax.Array, labels: jax.Array, count: jax.Array, *more: jax.Array
-    ) -> tuple[State, Metrics]:
-        seed = more[-1] if takes_seed else None
+    def call(state: State, batch: Array, labels: Array, count: Array, *more: Array) -> tuple[State, Metrics]:
+        residents, seed = (more[:-1], more[-1]) if takes_seed else (more, None)
 
-        def get_images(i: Any) -> jax.Array:
-            if not plan.resident:
-                return images[i]
-            return resident.crop_picks(more[0], images[i], plan.recipe.data.image_size)
+        def get_batch(i: int | Array) -> tuple[Array, Array]:
+            return plan.input.get_images(batch[i], residents, size), labels[i]
 
+        update = partial(step.update, seed=seed)
         if plan.steps_per_call == 1:
-            branches = [partial(update, seed=seed, trains_stem=trains_stem) for trains_stem in (True, False)]
-            arguments = state, get_images(0), labels[0]
-            if stem_updates == plan.steps:
-                state, metrics = branches[0](*arguments)
-            else:
-                state, metrics = lax.cond(state.step < stem_updates, *branches, *arguments)
-            return state, jax.tree.map(lambda m: m[None], metrics)
+            return _update_once(plan, update, state, *get_batch(0))
+        return _update_often(plan, update, state, get_batch, count)
 
-        def body(trains_stem: bool, i: jax.Array, carry: tuple[State, Metrics]) -> tuple[State, Metrics]:
-            state, history = carry
-            state, metrics = update(state, get_images(i), labels[i], seed=seed, trains_stem=trains_stem)
-            return state, jax.tree.map(lambda values, m: values.at[i].set(m), history, metrics)
-
-        zeros = jnp.zeros(plan.steps_per_call, jnp.promote_types(_get_dtype(state), jnp.float32))
-        carry = state, Metrics(*[zeros] * len(Metrics._fields))
-        if stem_updates == plan.steps:
-            return lax.fori_loop(0, count, partial(body, True), carry)
-        turn = jnp.clip(stem_updates - state.step, 0, count)
-        return lax.fori_loop(turn, count, partial(body, False), lax.fori_loop(0, turn, partial(body, True), carry))
-
-    data, state_specs = P(None, None, BATCH_AXES), _make_state_specs(net, plan, optimizer)
+    layout = StateLayout(plan.summation, mesh, optimizer, net.get_param_shapes())
+    everywhere, data = P(), P(None, None, BATCH_AXES)
+    state_specs = (everywhere, everywhere, everywhere, layout.specs, everywhere)
+    whole = [everywhere for _ in plan.input.describe_residents(size, plan.counts.train)] + [everywhere] * takes_seed
     mapped = jax.shard_map(
         call,
         mesh=mesh,
-        in_specs=(state_specs, data, data, P(), *[P()] * (plan.resident + takes_seed)),
-        out_specs=(state_specs, P()),
+        in_specs=(State._make(state_specs), data, data, everywhere, *whole),
+        out_specs=(State._make(state_specs), everywhere),
         axis_names=set(ALL_AXES),
         check_vma=False,
     )
     return jax.jit(mapped, donate_argnums=0)
 
 
-def describe_call_arguments(plan: Plan, mesh: Mesh) -> tuple[Any, ...]:
+class _Update(Protocol):
+    def __call__(self, state: State, images: Array, labels: Array, *, trains_stem: bool) -> tuple[State, Metrics]: ...
+
+
+def _update_once(plan: Plan, update: _Update, state: State, images: Array, labels: Array) -> tuple[State, Metrics]:
+    """Do one update; updates after the stem's last one need no gradient of the first layer."""
+    stem_updates = count_stem_updates(plan.recipe, plan.steps)
+    branches = [partial(update, trains_stem=trains_stem) for trains_stem in (True, False)]
+    if stem_updates == plan.steps:
+        state, metrics = branches[0](state, images, labels)
+    else:
+        state, metrics = lax.cond(state.step < stem_updates, *branches, state, images, labels)
+    return state, jax.tree.map(lambda m: m[None], metrics)
+
+
+def _update_often(
+    plan: Plan, update: _Update, state: State, get_batch: Callable[[Array], tuple[Array, Array]], count: Array
+) -> tuple[State, Metrics]:
+    """Do `count` updates in a loop: those that train the stem, then the others."""
+
+    def body(trains_stem: bool, i: Array, carry: tuple[State, Metrics]) -> tuple[State, Metrics]:
+        state, history = carry
+        state, metrics = update(state, *get_batch(i), trains_stem=trains_stem)
+        return state, jax.tree.map(lambda values, m: values.at[i].set(m), history, metrics)
+
+    zeros = jnp.zeros(plan.steps_per_call, jnp.promote_types(_get_dtype(state), jnp.float32))
+    carry = state, Metrics(*[zeros] * len(Metrics._fields))
+    stem_updates = count_stem_updates(plan.recipe, plan.steps)
+    if stem_updates == plan.steps:
+        return lax.fori_loop(0, count, partial(body, True), carry)
+    turn = jnp.clip(stem_updates - state.step, 0, count)
+    return lax.fori_loop(turn, count, partial(body, False), lax.fori_loop(0, turn, partial(body, True), carry))
+
+
+def describe_call_arguments(plan: Plan, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the arguments of a train call after the state, as shapes."""
     everywhere, split = NamedSharding(mesh, P()), make_batch_sharding(mesh, axis=2)
-    size, shape = plan.recipe.data.image_size, plan.batch_shape
-    labels = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    if not plan.resident:
-        return jax.ShapeDtypeStruct((*shape, size, size, 3), jnp.uint8, sharding=split), labels, count
-    picks = jax.ShapeDtypeStruct((*shape, PICK_NUMBERS), jnp.int32, sharding=split)
-    all_images = jax.ShapeDtypeStruct((plan.counts.train, size, size, 3), jnp.uint8, sharding=everywhere)
-    return picks, labels, count, all_images
+    image_shape, dtype = plan.input.describe_batch(plan.recipe.data.image_size)
+    residents = plan.input.describe_residents(plan.recipe.data.image_size, plan.counts.train)
+    return (
+        jax.ShapeDtypeStruct((*plan.batch_shape, *image_shape), dtype, sharding=split),
+        jax.ShapeDtypeStruct(plan.batch_shape, jnp.int32, sharding=split),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
+        *(jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in residents),
+    )
 
 
 def make_plan_optimizer(net: FunctionalModel, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Return the plan's optimizer: of whole arrays, or of the device's parts of them."""
-    norms = sharded.compute_norms if plan.summation == sharded.NAME else compute_norms
-    return net.wrap_optimizer(optimizers.make_optimizer(plan.recipe, schedule, norms, stem=net.stem, head=net.head))
-
-
-def _make_state_specs(net: FunctionalModel, plan: Plan, optimizer: optax.GradientTransformation) -> Any:
-    """Return how the state lies on the devices: replicated, or with the optimizer's state partitioned."""
-    if plan.summation != sharded.NAME:
-        return P()
-    everywhere: Any = P()
-    return State(everywhere, everywhere, everywhere, sharded.make_specs(optimizer, net.get_param_shapes()), everywhere)
+    """Return the plan's optimizer, of what the summation lets each device update."""
+    rule = optimizers.make_optimizer(plan.recipe, schedule, plan.summation.norms, stem=net.stem, head=net.head)
+    return net.wrap_optimizer(rule)
 
 
 def make_compiler_options(plan: Plan) -> dict[str, Any]:
@@ -178,126 +189,113 @@ def make_compiler_options(plan: Plan) -> dict[str, Any]:
     included.
     """
     platform = plan.pod.devices[0].platform if plan.pod.devices else ""
-    if platform == "gpu" and plan.resident and plan.pod.size == 1 and plan.recipe.model.name in GRAPHED_MODELS:
+    if platform == "gpu" and plan.input.is_resident and plan.pod.size == 1 and plan.recipe.model.name in GRAPHED_MODELS:
         return {"xla_gpu_enable_command_buffer": GRAPHED_OPERATIONS}
-    if platform == "tpu" and plan.bucket_bytes:
-        return {"xla_jf_crs_combiner_threshold_in_bytes": plan.bucket_bytes}
+    if platform == "tpu" and plan.transfer.bucket_bytes:
+        return {"xla_jf_crs_combiner_threshold_in_bytes": plan.transfer.bucket_bytes}
     return {}
 
 
-def _update(
-    net: FunctionalModel,
-    plan: Plan,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    state: State,
-    images: jax.Array,
-    labels: jax.Array,
-    *,
-    seed: jax.Array | None,
-    trains_stem: bool,
-) -> tuple[State, Metrics]:
-    """Do one update with this device's images [M, m, h, w, 3]; the first layer has no gradient unless `trains_stem`."""
-    recipe = plan.recipe
-    local = _sum_micro_batches(net, plan, state, images, labels, seed, trains_stem)
-    if plan.summation == sharded.NAME:
-        params, opt_state, grad_norm, moments, counts = _apply_sharded_update(net, plan, optimizer, state, local)
-    else:
-        grads, moments, counts = _sum_over_pod(plan, local)
+@dataclass(frozen=True)
+class TrainStep:
+    """One update, as a function of a state and a batch, inside `shard_map`."""
+
+    net: FunctionalModel
+    plan: Plan
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+
+    def update(
+        self, state: State, images: Images, labels: Labels, *, seed: Array | None, trains_stem: bool
+    ) -> tuple[State, Metrics]:
+        """Do one update with this device's images; the first layer has no gradient unless `trains_stem`."""
+        recipe = self.plan.recipe
+        grads, moments, counts = self.sum_micro_batches(state, images, labels, seed, trains_stem)
+        params, opt_state, grad_norm, (moments, counts) = self.apply_gradients(state, grads, (moments, counts))
+        stats = (
+            batch_norm.update_running_statistics(state.stats, moments, recipe.train.stats_momentum)
+            if state.stats
+            else {}
+        )
+        average = _update_average(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
+        # The same on every device: both are sums over the pod.
+        finite = jnp.isfinite(counts["loss"]) & jnp.isfinite(grad_norm)
+        metrics = Metrics(
+            loss=counts["loss"],
+            accuracy=counts["correct"] / recipe.batch.size,
+            grad_norm=grad_norm,
+            learning_rate=self.schedule(state.step),
+            skipped=(~finite).astype(counts["loss"].dtype),
+        )
+        new = State(state.step + 1, params, stats, opt_state, average)
+        old = state._replace(step=state.step + 1)
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old), metrics
+
+    def apply_gradients(self, state: State, grads: Tree, small: Tree) -> tuple[Tree, optax.OptState, Array, Tree]:
+        """Sum over the pod and update: gradients in buckets, last layers first; small arrays unrounded.
+
+        Returns:
+            Parameters, optimizer state, norm of the gradients, and the sums of the small arrays.
+        """
+        summation, transfer, net = self.plan.summation, self.plan.transfer, self.net
+        sums, small = summation.sum_gradients(grads, transfer), summation.sum_small(small)
+        trainable, frozen = net.split(state.params)
+        own = summation.select(trainable)
         with jax.named_scope(OPTIMIZER):
-            updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
-            params = net.apply_updates(state.params, updates)
-            norm = compute_norm_unflattened if recipe.optimizer.renormalize else compute_norm
-            grad_norm = compute_joined_global_norm(grads, norm)
-    stats = (
-        batch_norm.update_running_statistics(state.stats, moments, recipe.train.stats_momentum) if state.stats else {}
-    )
-    average = _update_average(recipe.optimizer.average, state.average, {"params": params, "stats": stats})
-    # The same on every device: both are sums over the pod.
-    finite = jnp.isfinite(counts["loss"]) & jnp.isfinite(grad_norm)
-    metrics = Metrics(
-        loss=counts["loss"],
-        accuracy=counts["correct"] / recipe.batch.size,
-        grad_norm=grad_norm,
-        learning_rate=schedule(state.step),
-        skipped=(~finite).astype(counts["loss"].dtype),
-    )
-    new = State(state.step + 1, params, stats, opt_state, average)
-    old = state._replace(step=state.step + 1)
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old), metrics
+            updates, opt_state = self.optimizer.update(sums, state.optimizer, net.join(own, frozen))
+            trainable = summation.gather(optax.apply_updates(own, updates), trainable, transfer)
+            grad_norm = self.compute_gradient_norm(sums)
+        return net.join(trainable, frozen), opt_state, grad_norm, small
 
+    def compute_gradient_norm(self, sums: Tree) -> Float[Array, ""]:
+        """Return the norm of all gradients together."""
+        if self.plan.summation.norms is not None:
+            return compute_global_norm(sums, self.plan.summation.norms)
+        norm = compute_norm_unflattened if self.plan.recipe.optimizer.renormalize else compute_norm
+        return compute_joined_global_norm(sums, norm)
 
-def _sum_micro_batches(
-    net: FunctionalModel,
-    plan: Plan,
-    state: State,
-    images: jax.Array,
-    labels: jax.Array,
-    seed: jax.Array | None,
-    trains_stem: bool,
-) -> tuple[Tree, ...]:
-    """Sum gradients, moments and counts over this device's micro-batches.
+    def sum_micro_batches(
+        self, state: State, images: Images, labels: Labels, seed: Array | None, trains_stem: bool
+    ) -> tuple[Tree, Tree, Tree]:
+        """Sum gradients, moments and counts over this device's micro-batches.
 
-    Each is the device's share of the global batch's mean.
-    """
-    recipe, micro_batches = plan.recipe, plan.micro_batches
-    positions = plan.positions(lax.axis_index(BATCH_AXES))
-    share_of_moments = 1 / (micro_batches * plan.pod.size)
-    trainable, frozen = net.split(state.params)
+        Each is the device's share of the global batch's mean.
+        """
+        positions = self.plan.positions(lax.axis_index(BATCH_AXES))
+        trainable, frozen = self.net.split(state.params)
+
+        def compute_loss(trainable: Tree, *micro_batch: Array) -> tuple[Array, tuple[Tree, Tree]]:
+            trained = trainable if trains_stem else self.net.stop_stem_gradient(trainable)
+            return self.compute_loss(state, self.net.join(trained, frozen), micro_batch, seed)
+
+        def differentiate(micro_batch: tuple[Array, ...]) -> tuple[Tree, Tree, Tree]:
+            grads, (moments, counts) = jax.grad(compute_loss, has_aux=True)(trainable, *micro_batch)
+            return grads, moments, counts
+
+        if self.plan.micro_batches == 1:
+            return differentiate((images[0], labels[0], positions[0]))
+
+        def add(sums: Tree, micro_batch: tuple[Array, ...]) -> tuple[Tree, None]:
+            return jax.tree.map(jnp.add, sums, differentiate(micro_batch)), None
+
+        shapes = jax.eval_shape(differentiate, (images[0], labels[0], positions[0]))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        # A loop around convolutions is many times slower on CPU than the same code unrolled.
+        return lax.scan(add, zeros, (images, labels, positions), unroll=self.plan.pod.kind == "cpu")[0]
 
     def compute_loss(
-        trainable: Tree, images: jax.Array, labels: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        params = net.join(trainable if trains_stem else net.stop_stem_gradient(trainable), frozen)
-        classes = plan.counts.classes
-        inputs, targets = augment.prepare_batch(recipe, images, labels, state.step, positions, classes, seed)
-        logits, moments = net.train(params, state.stats, inputs, plan.groups, plan.kernels)
+        self, state: State, params: Tree, micro_batch: tuple[Array, ...], seed: Array | None
+    ) -> tuple[Float[Array, ""], tuple[Tree, Tree]]:
+        """Return the loss of a micro-batch (images, labels, positions), and its moments and counts."""
+        plan, recipe, (images, labels, positions) = self.plan, self.plan.recipe, micro_batch
+        inputs, targets = augment.prepare_batch(
+            recipe, images, labels, state.step, positions, plan.counts.classes, seed
+        )
+        logits, moments = self.net.train(params, state.stats, inputs, plan.groups, plan.kernels)
         losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
         correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)
-        loss = losses.sum() / recipe.batch.size
-        return loss, (jax.tree.map(lambda m: m * share_of_moments, moments), {"loss": loss, "correct": correct})
-
-    def differentiate(micro_batch: tuple[jax.Array, ...]) -> tuple[Tree, ...]:
-        grads, (moments, counts) = jax.grad(compute_loss, has_aux=True)(trainable, *micro_batch)
-        return grads, moments, counts
-
-    if micro_batches == 1:
-        return differentiate((images[0], labels[0], positions[0]))
-
-    def add(sums: tuple[Tree, ...], micro_batch: tuple[jax.Array, ...]) -> tuple[tuple[Tree, ...], None]:
-        return jax.tree.map(jnp.add, sums, differentiate(micro_batch)), None
-
-    shapes = jax.eval_shape(differentiate, (images[0], labels[0], positions[0]))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    # A loop around convolutions is many times slower on CPU than the same code unrolled.
-    return lax.scan(add, zeros, (images, labels, positions), unroll=plan.pod.kind == "cpu")[0]
-
-
-def _sum_over_pod(plan: Plan, local: tuple[Tree, ...]) -> tuple[Tree, ...]:
-    """Sum over the pod: gradients in buckets, last layers first; moments and counts, which are small, in float32."""
-    grads, moments, counts = local
-    grads = sum_tree(grads, strategy=plan.summation, payload=plan.payload, bucket_bytes=plan.bucket_bytes)
-    moments, counts = sum_tree((moments, counts), strategy=plan.summation)
-    return grads, moments, counts
-
-
-def _apply_sharded_update(
-    net: FunctionalModel, plan: Plan, optimizer: optax.GradientTransformation, state: State, local: tuple[Tree, ...]
-) -> tuple[Tree, ...]:
-    """Update each device's part of weights and optimizer state.
-
-    Returns:
-        Parameters, optimizer state, norm of the gradients, moments and counts.
-    """
-    grads, *small = local
-    parts = sharded.scatter_gradients(grads, plan.payload, plan.bucket_bytes)
-    moments, counts = sum_tree(tuple(small), strategy="torus")
-    trainable, frozen = net.split(state.params)
-    own_parts = sharded.select_parts(trainable)
-    updates, opt_state = optimizer.update(parts, state.optimizer, net.join(own_parts, frozen))
-    trainable = sharded.gather_parameters(optax.apply_updates(own_parts, updates), trainable, plan.bucket_bytes)
-    grad_norm = compute_global_norm(parts, sharded.compute_norms)
-    return net.join(trainable, frozen), opt_state, grad_norm, moments, counts
+        loss, share = losses.sum() / recipe.batch.size, 1 / (plan.micro_batches * plan.pod.size)
+        return loss, (jax.tree.map(lambda m: m * share, moments), {"loss": loss, "correct": correct})
 
 
 def _update_average(decay: float, average: Tree, new: Tree) -> Tree:

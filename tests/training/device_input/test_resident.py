@@ -15,6 +15,7 @@ from podscale.data import picks
 from podscale.data.index.dataset import Index, open_index
 from podscale.data.order import compute_crop_boxes
 from podscale.errors import UserError
+from podscale.parallel import inputs
 from podscale.pod import Pod
 from podscale.runs.folder import Run
 from podscale.training import compilation, evaluate, loop
@@ -57,7 +58,7 @@ def test_a_crop_on_the_device_equals_the_hosts(crop, height, width, padding):
     expected = np.empty((300, size, size, 3), np.uint8)
     crops.crop_batch(index, samples.ravel(), boxes, flips, size, expected)
     picks_array = picks.make_picks(recipe, index, samples, passes)
-    cropped = jax.jit(resident.crop_picks, static_argnums=2)(images, picks_array, size)
+    cropped = jax.jit(inputs.crop_picks, static_argnums=2)(images, picks_array, size)
     assert cropped.shape == (3, 100, size, size, 3)
     np.testing.assert_array_equal(np.asarray(cropped).reshape(expected.shape), expected)
 
