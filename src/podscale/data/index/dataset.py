@@ -5,6 +5,7 @@ the same number is the same image on every host, since files are sorted by class
 are in memory (`images`) or in files (`read`, `locate_bytes`), of which only a table is in memory.
 """
 
+import importlib.util
 import math
 import os
 import zipfile
@@ -258,14 +259,24 @@ def _make_array_index(images: NDArray[np.uint8], labels: NDArray, noun: str) -> 
 
 def _open_digits(_: str) -> Splits:
     """Load scikit-learn's 1797 digits. Every fifth validates; values 0..16 become 0..255."""
+    table = _read_digits()
+    gray = (table[:, :-1].reshape(-1, 8, 8) * (255 / 16) + 0.5).astype(np.uint8)
+    images, labels = np.repeat(gray[..., None], 3, axis=3), table[:, -1].astype(np.int32)
+    val = np.arange(len(images)) % 5 == 0
+    train, validation = (_make_array_index(images[part], labels[part], "digit") for part in (~val, val))
+    return Splits(train, validation, tuple(map(str, range(10))))
+
+
+def _read_digits() -> NDArray[np.float64]:
+    """Return 64 values and the label of each digit, from scikit-learn's file: to import scikit-learn takes longer."""
+    package = importlib.util.find_spec("sklearn")
+    file = Path(package.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if package else None
+    if file is not None and file.is_file():
+        return np.loadtxt(file, delimiter=",")
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    gray = (digits.images * (255 / 16) + 0.5).astype(np.uint8)
-    images = np.repeat(gray[..., None], 3, axis=3)
-    val = np.arange(len(images)) % 5 == 0
-    train, validation = (_make_array_index(images[part], digits.target[part], "digit") for part in (~val, val))
-    return Splits(train, validation, tuple(map(str, range(10))))
+    data, labels = load_digits(return_X_y=True)
+    return np.column_stack([data, labels])
 
 
 # --- CIFAR's and MNIST's own files ---------------------------------------------------------------------------------
