@@ -65,6 +65,9 @@ def test_no_modules_import_one_another_in_a_circle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_only_the_process_group_and_the_kernel_interpreter_use_private_parts_of_jax():
+def test_only_one_module_and_the_kernel_interpreter_use_private_parts_of_jax():
     users = {module for module, path in MODULES.items() if "jax._src" in path.read_text()}
-    assert users == {"processes.group", "kernels.matmul"}  # the latter: the GPU interpreter, for tests without a GPU
+    assert users == {
+        "processes.private_jax",
+        "kernels.matmul",
+    }  # the latter: the GPU interpreter, for tests without a GPU

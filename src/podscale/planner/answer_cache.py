@@ -6,7 +6,6 @@ Their hash is its file name in the user's cache folder. This module does not imp
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -16,6 +15,7 @@ from typing import Any
 from podscale.config.options import Options
 from podscale.recipe import Recipe
 from podscale.storage.files import to_json, write_atomically
+from podscale.storage.user_cache import get_user_cache
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax")
 
@@ -68,6 +68,4 @@ def _hash_code() -> str:
 
 
 def _get_path(key: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    return cache / "podscale" / "plans" / f"{key}.json"
+    return get_user_cache("plans") / f"{key}.json"

@@ -1,8 +1,5 @@
-"""The process group: join and leave it, agree on values, and let the main process act for all.
+"""The process group: join and leave it, agree on values, and let the main process act for all."""
 
-The only module that touches JAX's private distributed client."""
-
-import functools
 import socket
 import zlib
 from collections.abc import Callable
@@ -13,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from podscale.errors import UserError, describe_os_error
-from podscale.processes import heartbeat, schedulers
+from podscale.processes import heartbeat, private_jax, schedulers
 
 MESSAGE_BYTES = 1000
 _rank_and_size = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
@@ -43,7 +40,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
         raise UserError(f"pod.heartbeat_s must be 1 or more, not {heartbeat_s:g}")
     bind = info.get_bind_address()
     if bind:
-        _listen_on_loopback()
+        private_jax.listen_on(schedulers.LOOPBACK)
     try:
         jax.distributed.initialize(
             info.coordinator,
@@ -66,19 +63,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
 
 def get_key_value_store() -> Any:
     """Return JAX's store of keys and values, which all processes share; None where there is only one process."""
-    from jax._src import distributed  # it has no public name
-
-    state = distributed.global_state
-    return state.client if state.client is not None and (state.num_processes or 1) > 1 else None
-
-
-def _listen_on_loopback() -> None:
-    """Make collectives between CPUs listen on loopback only, not on the address that the machine's name resolves to."""
-    from jax._src.lib import _jax  # nothing public sets it
-
-    make = getattr(_jax, "make_gloo_tcp_collectives", None)
-    if make:
-        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=schedulers.LOOPBACK)
+    return private_jax.get_client()
 
 
 def _get_first_line(error: Exception) -> str:

@@ -15,9 +15,13 @@ def run_train(arguments: argparse.Namespace) -> Any:
     from podscale.report import terminal
     from podscale.training import loop
     from podscale.training.checkpoint import LastCheckpointNotSavedError
+    from podscale.training.program_cache import enable_program_cache
 
+    problem = enable_program_cache()
     pod, options = read_pod(arguments), read_options(arguments)
     console = make_console(arguments)  # after the processes have joined: only the main process prints
+    if problem:
+        console.print(f"warning: {problem}", style="bold red", markup=False, highlight=False)
     try:
         summary = loop.train(
             recipe,

@@ -27,6 +27,7 @@ from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import UserError
 from podscale.storage.files import read_text
 from podscale.storage.paths import require_local
+from podscale.storage.user_cache import get_user_cache
 
 FORMATS: dict[str, Format] = {
     "folder": folder.FORMAT,
@@ -206,10 +207,8 @@ def _load_stored_tables(kind: str, listing: Listing) -> Tables | None:
 
 def _get_cache_path(kind: str, root: Path) -> Path:
     """Return the cache file of a data set: in $XDG_CACHE_HOME or ~/.cache, named by a digest of the data set's path."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
     key = f"{kind}\0{os.path.abspath(root)}".encode("utf-8", "surrogateescape")
-    return cache / "podscale" / "index" / hashlib.sha256(key).hexdigest()[:32]
+    return get_user_cache("index") / hashlib.sha256(key).hexdigest()[:32]
 
 
 # --- scanning ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,31 @@
+"""The user's cache folder, and folders in it that nobody else can write to."""
+
+import os
+import stat
+from pathlib import Path
+
+
+def get_user_cache(name: str) -> Path:
+    """Return the folder of one of Podscale's caches, in $XDG_CACHE_HOME or else ~/.cache; it need not exist.
+
+    Args:
+        name: of the cache, such as "index".
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    return cache / "podscale" / name
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create a folder that only its owner can use, and check that nobody else can write to it or replace it.
+
+    Raises:
+        OSError: it cannot be created, or someone else can write to it or to a folder above it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    resolved = folder.resolve()
+    for path in (resolved, *resolved.parents):
+        status = path.stat()
+        can_others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+        if status.st_uid not in (0, os.geteuid()) or can_others_write:
+            raise PermissionError(f"other users can write to {path}")
