@@ -2,7 +2,9 @@
 
 Trains `digits` under `podscale launch --restarts 1` and injects one fault into one of the processes, after a number of
 steps. Reports for each fault the time until the launcher has noticed and ended all processes, the time until the first
-new step is done, and the number of steps done twice. There is no peer: this is what a user waits for.
+new step is done, the CPU seconds that all new processes took until then, which other work on the machine does not
+change much, and the number of steps done twice; then where the start of the main process went, from the run's ledger.
+There is no peer: this is what a user waits for.
 
     python benchmarks/recovery.py [--processes 4] [--faults killed,coordinator,stopped,asked]
 """
@@ -90,8 +92,31 @@ class WatchedTraining:
             time.sleep(0.02)
 
 
-def measure_fault(fault: Fault, processes: int) -> tuple[float, float, int]:
-    """Return seconds until the fault is noticed, seconds until training again, and steps done twice."""
+def measure_cpu_s(processes: list[int]) -> float:
+    """Return the CPU seconds that processes have taken, user and system."""
+    ticks = 0
+    for process in processes:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Recovery(NamedTuple):
+    """What a fault cost."""
+
+    notice_s: float
+    recovery_s: float
+    cpu_s: float
+    repeated_steps: int
+    phases: dict[str, float]
+
+    def format_row(self, description: str) -> str:
+        times = f"{self.notice_s:.1f} | {self.recovery_s:.1f} | {self.cpu_s:.1f}"
+        return f"| {description} | {times} | {self.repeated_steps} |"
+
+
+def measure_fault(fault: Fault, processes: int) -> Recovery:
+    """Inject a fault into a new training, and return what it cost."""
     with tempfile.TemporaryDirectory() as folder:
         run = WatchedTraining(Path(folder) / "run", processes)
         run.wait_until(lambda: run.read_last_step() >= FAULT_STEP)
@@ -103,11 +128,14 @@ def measure_fault(fault: Fault, processes: int) -> tuple[float, float, int]:
         resumed_step = int(run.find_line(r"resuming after step (\d+)")[1][1])
         journal = run.folder / "metrics.jsonl"
         run.wait_until(lambda: journal.read_text().count('"start"') == 2 and run.read_last_step() > resumed_step)
-        recovery_s = time.monotonic() - fault_time
+        recovery_s, cpu_s = time.monotonic() - fault_time, measure_cpu_s(run.list_processes())
         notice_s = run.find_line("starting again")[0] - fault_time
         run.process.send_signal(signal.SIGTERM)
         run.process.wait(LIMIT_S)
-        return notice_s, recovery_s, last_before - resumed_step
+        session = json.loads((run.folder / "ledger.json").read_text())[-1]
+        parts = session["notes"][0]["parts"]
+        phases = session["start"] | {name: parts[name] for name in ("restore", "compile")}
+        return Recovery(notice_s, recovery_s, cpu_s, last_before - resumed_step, phases)
 
 
 def main() -> None:
@@ -115,10 +143,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--faults", default=",".join(FAULTS))
     arguments = parser.parse_args()
-    print("| fault | noticed, s | training again, s | steps done twice |\n| --- | ---: | ---: | ---: |")
+    print("| fault | noticed, s | training again, s | of CPU, s | steps done twice |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    recoveries = []
     for name in arguments.faults.split(","):
-        notice_s, recovery_s, repeated_steps = measure_fault(FAULTS[name], arguments.processes)
-        print(f"| {FAULTS[name].description} | {notice_s:.1f} | {recovery_s:.1f} | {repeated_steps} |", flush=True)
+        recoveries.append(measure_fault(FAULTS[name], arguments.processes))
+        print(recoveries[-1].format_row(FAULTS[name].description), flush=True)
+    for recovery in recoveries:
+        print(", ".join(f"{phase} {seconds:.2f}" for phase, seconds in recovery.phases.items()))
 
 
 if __name__ == "__main__":

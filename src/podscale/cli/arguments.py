@@ -28,11 +28,16 @@ def read_pod(arguments: argparse.Namespace) -> Any:
     """Join the other processes, if there are any, and return the pod (`--pod.*`)."""
     from podscale import pod
     from podscale.processes import abort_message, group
+    from podscale.runs.startup import clock
 
     options = replace_fields(PodOptions(), "pod", _collect_section(arguments, "pod"))
+    clock.mark("imports")
     group.join(arguments.coordinator, arguments.processes, arguments.process, options.heartbeat_s)
     abort_message.install(*group.get_rank_and_size())
-    return pod.find_pod(options.shape, options.virtual, options.cores)
+    clock.mark("join")
+    found = pod.find_pod(options.shape, options.virtual, options.cores)
+    clock.mark("devices")
+    return found
 
 
 def collect_fields(arguments: argparse.Namespace, sections: Any) -> dict[str, str]:

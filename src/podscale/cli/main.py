@@ -17,6 +17,7 @@ from podscale.cli.arguments import is_main_process
 from podscale.cli.parser import make_parser, parse_arguments
 from podscale.cli.safe_stream import SafeStream
 from podscale.errors import DivergedError, PreemptedError, UserError, describe_os_error
+from podscale.runs.startup import clock
 from podscale.storage.files import to_json
 from podscale.training.out_of_memory import explain_out_of_memory
 
@@ -27,6 +28,7 @@ USER_FIXABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, er
 
 def run() -> NoReturn:
     """Run the command of this process's command line, and end the process with its exit code."""
+    clock.mark("interpreter")
     _forward_interrupts()
     sys.stderr = cast(TextIO, SafeStream(sys.stderr))
     try:

@@ -45,6 +45,7 @@ class Session:
     ended: float = 0.0  # as far as the next session could see
     boot: str = ""  # identifies the boot of the machine that it ran on; empty: not known
     boot_s: float = 0.0  # seconds from that boot to its start
+    start: dict[str, float] = field(default_factory=dict)  # seconds per part of the phase "start"
 
     def measure_notes(self, limit: float = math.inf) -> float:
         """Return seconds from its start to its last note up to a step: phases sum to the wall time."""
@@ -65,6 +66,7 @@ class History:
         began: when the current session started, in seconds since 1970.
         resumed: the step it resumed from; 0: the run starts from scratch and has no earlier sessions.
         boot: the machine's boot and seconds from it to the session's start; see `read_boot_clock`.
+        start: seconds per part of the current session's phase "start"; see `podscale.runs.startup`.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -78,12 +80,19 @@ class History:
     0.55
     """
 
-    def __init__(self, folder: Path, began: float, resumed: int, boot: tuple[str, float] = ("", 0.0)) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        began: float,
+        resumed: int,
+        boot: tuple[str, float] = ("", 0.0),
+        start: dict[str, float] | None = None,
+    ) -> None:
         self._path = folder / "ledger.json"
         self._sessions = _read_sessions(self._path) if resumed else []
         if self._sessions:
             self._sessions[-1].ended = _get_last_write_time(folder)
-        self._sessions.append(Session(began, resumed, [], 0.0, *boot))
+        self._sessions.append(Session(began, resumed, [], 0.0, *boot, dict(start or {})))
         self._past_phases = _sum_past_sessions(self._sessions)
 
     def record(self, step: int, phases: dict[str, float], at: float | None = None) -> None:
@@ -156,6 +165,7 @@ def _read_sessions(path: Path) -> list[Session]:
                 entry["ended"],
                 entry.get("boot", ""),
                 entry.get("boot_s", 0.0),
+                entry.get("start", {}),
             )
             for entry in entries
         ]
@@ -175,12 +185,17 @@ def read_boot_clock() -> tuple[str, float]:
 
 
 class PhaseTimer:
-    """Measures seconds per phase of the work."""
+    """Measures seconds per phase of the work.
 
-    def __init__(self) -> None:
-        self.start, self.start_time, self.start_boot = time.perf_counter(), time.time(), read_boot_clock()
-        self.seconds: dict[str, float] = {}
-        self._phase, self._counted_until = "", self.start
+    Args:
+        before_s: seconds of the phase "start" that have passed already.
+    """
+
+    def __init__(self, before_s: float = 0.0) -> None:
+        now, (boot, boot_s) = time.perf_counter(), read_boot_clock()
+        self.start, self.start_time, self.start_boot = now - before_s, time.time() - before_s, (boot, boot_s - before_s)
+        self.seconds: dict[str, float] = {"start": before_s} if before_s else {}
+        self._phase, self._counted_until = "", now
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:

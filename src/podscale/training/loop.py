@@ -34,10 +34,10 @@ from podscale.recipe import Recipe
 from podscale.report.counter import show_progress
 from podscale.report.terminal import make_table
 from podscale.runs import environment
-from podscale.runs.environment import list_library_versions
 from podscale.runs.events import Callback
 from podscale.runs.folder import Run
 from podscale.runs.ledger import PhaseTimer
+from podscale.runs.startup import clock as start_clock
 from podscale.storage.files import write_atomically
 from podscale.storage.lock import FolderLock
 from podscale.training.checkpoint import (
@@ -174,7 +174,7 @@ def _run_session(
     listeners: Listeners,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint to the end of the plan, or to a fault."""
-    ledger = PhaseTimer()
+    ledger = PhaseTimer(start_clock.begin_session())
     with ledger.measure("start"):
         console = console if group.is_main_process() else Console(quiet=True)
         options = choice.reuse_choice(options, pod, Run.read_plan(folder))
@@ -184,7 +184,9 @@ def _run_session(
         is_new = not _has_checkpoints(Run(folder, recipe), permissions)
         setup, weights = initialize(setup) if is_new else (setup, None)
         facts, lock = describe_input(setup), FolderLock(folder)
+        start_clock.mark("model")
         run = _open_run(setup, weights, lock, facts, folder, permissions.changes)
+        start_clock.mark("folder")
     plan = setup.plan
     console.print(make_table("plan", [*plan.rows(), *choice.format_rows(setup.choice), *_describe_decoding(facts)]))
     if weights:
@@ -324,7 +326,7 @@ def _open_run(
         if "recipe" not in allowed:
             Run.check_init(folder, weights.digest if weights else digest_file(setup.recipe.model.init))
         lock.acquire()
-        details = {"input": facts, "data_digest": setup.data.digest(), "versions": list_library_versions()}
+        details = {"input": facts, "data_digest": setup.data.digest(), "versions": environment.list_library_versions()}
         details |= {"summations_s": setup.choice.predicted} if setup.choice.predicted else {}
         details["environment"] = environment.describe_machine(list(setup.mesh.devices.flat))
         Run.create(folder, setup.recipe, setup.plan.to_dict() | details, setup.data.classes, allowed)

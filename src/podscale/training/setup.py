@@ -36,6 +36,7 @@ from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
 from podscale.recipe import Recipe
+from podscale.runs.startup import clock as start_clock
 from podscale.training import initial_weights
 from podscale.training import step as steps
 from podscale.training.device_input import resident
@@ -77,6 +78,7 @@ def prepare(
         progress: called while the data set is indexed.
     """
     data = open_index(recipe.data, progress)
+    start_clock.mark("index")
     counts = Counts(len(data.train), len(data.val), len(data.classes))
     check_lanes(counts.train, recipe.data.lanes, recipe.batch.size)
     return assemble(recipe, pod, counts, options, model, data)

@@ -28,6 +28,7 @@ from podscale.runs.events import Callback, Event
 from podscale.runs.folder import Run
 from podscale.runs.journal import Journal
 from podscale.runs.ledger import History, PhaseTimer
+from podscale.runs.startup import clock as start_clock
 from podscale.storage.files import read_lines, to_json, write_atomically
 from podscale.training.nonfinite import NonfiniteCounter
 from podscale.training.reporters import trackers
@@ -69,7 +70,9 @@ class Reporter:
         self._journal: Journal | None = None
         self._display: Display | None = None
         self._warned_at: dict[str, float] = {}  # by problem
-        self._history = History(run.folder, ledger.start_time, start, ledger.start_boot)
+        self._history = History(
+            run.folder, ledger.start_time, start, ledger.start_boot, _round(start_clock.get_parts())
+        )
         self._logged_phases = dict[str, float]()  # seconds per phase up to the last logged call
         self._pages = Background()
         self._callbacks, self._track, self._trackers = callbacks, track, list[Tracker]()
@@ -200,8 +203,9 @@ class Reporter:
         summary = self._summarize(step, phases.get("compile", 0.0)) | {
             "images_per_s": self._images / busy_s if busy_s else None,
             "train_s": self._earlier_s + train_s,
-            "seconds": {name: round(s, 3) for name, s in phases.items()},
-            "run_seconds": {name: round(s, 3) for name, s in self._history.sum_phases(phases).items()},
+            "seconds": _round(phases),
+            "start_seconds": _round(start_clock.get_parts()),
+            "run_seconds": _round(self._history.sum_phases(phases)),
             "goodput": self._history.compute_goodput(phases),
         }
         if self._forecast and step > self._start:
@@ -272,6 +276,10 @@ class Reporter:
         for tracker in self._trackers:
             with self.warn_on(OSError):
                 tracker.close()
+
+
+def _round(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(s, 3) for name, s in seconds.items()}
 
 
 def _sum_session_seconds(lines: list[dict[str, Any]]) -> float:
