@@ -8,6 +8,7 @@ from support.closeness import assert_close
 
 from podscale.kernels import pool
 from podscale.kernels.fused import RawOutput
+from podscale.kernels.layer_spec import LayerSpec
 
 
 @pytest.mark.parametrize("levels", [3, 1000])  # with three, most windows have several largest places
@@ -19,7 +20,10 @@ def test_pool_and_its_gradient_match_the_reference(levels):
         affine = tuple(jnp.asarray(random.normal(size=(2, 3))) for _ in range(2))
         ones = jnp.ones((2, 12))
         y, pull = jax.vjp(
-            lambda x, factor, affine: pool.normalize_and_pool(2, RawOutput(x, None, factor), affine), x, ones, affine
+            lambda x, factor, affine: pool.normalize_and_pool(LayerSpec(2), RawOutput(x, None, factor), affine),
+            x,
+            ones,
+            affine,
         )
         expected, expected_pull = jax.vjp(pool.pool_reference, x, affine)
         assert_close(y, expected, 1e-15)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from podscale.kernels import pointwise, reference
+from podscale.kernels import pointwise, reduction, reference, spatial
 from podscale.kernels.layer_spec import LayerSpec
 
 Array = jax.Array
@@ -97,7 +97,7 @@ def _apply_layer_forward(spec: LayerSpec, *arguments: Any) -> Any:
     x, _, affine, shortcut, _, shortcut_affine, kernel = arguments
     inputs = spec, x, affine, shortcut, shortcut_affine, kernel
     outputs = pointwise.forward(*inputs) if pointwise.can_use_kernel(spec, x, kernel) else None
-    y, z, sums = outputs or reference.forward(*inputs)
+    y, z, sums = outputs or spatial.forward(*inputs)
     saved = x if affine else None, y, shortcut if shortcut_affine else None, z, affine, shortcut_affine, kernel
     return (y, z, sums, _make_unit_factor(spec.groups, z)), (saved, () if shortcut is None else ((),))
 
@@ -116,7 +116,7 @@ def _apply_layer_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> A
         if whole_dz is not None:
             (dkernel,) = jax.vjp(lambda kernel: reference.convolve(spec, y, kernel), kernel)[1](whole_dz)
     else:
-        g, dkernel, sums = reference.backward(*inputs)
+        g, dkernel, sums = spatial.backward(*inputs, has_shortcut=bool(added))
     if not affine:
         return g, None, (), None, None, (), dkernel
     by_affine = (sums[1], sums[0])
@@ -134,29 +134,31 @@ def _make_unit_factor(groups: int, z: Array) -> Array:
 # --- entry: from an ordinary convolution to fused layers -----------------------------------------------------------
 
 
-def make_raw_output(groups: int, z: Array, *, output_sums: bool) -> RawOutput:
-    """Return the output of any convolution as a raw output, with its sums if these are needed."""
-    return RawOutput(*_attach_sums(groups, z)) if output_sums else RawOutput(z, None, _make_unit_factor(groups, z))
+def make_raw_output(spec: LayerSpec, z: Array) -> RawOutput:
+    """Return the output of any convolution as a raw output, with its sums if `spec.output_sums`."""
+    if not spec.output_sums:
+        return RawOutput(z, None, _make_unit_factor(spec.groups, z))
+    return RawOutput(*_attach_sums(spec, z))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attach_sums(groups: int, z: Array) -> tuple[Array, Array, Array]:
-    return z, reference.compute_sums(LayerSpec(groups), z), _make_unit_factor(groups, z)
+def _attach_sums(spec: LayerSpec, z: Array) -> tuple[Array, Array, Array]:
+    return z, reduction.compute_sums(spec, z), _make_unit_factor(spec.groups, z)
 
 
-def _attach_sums_backward(groups: int, z: Array, cotangents: Any) -> tuple[Array]:
+def _attach_sums_backward(spec: LayerSpec, z: Array, cotangents: Any) -> tuple[Array]:
     dz, dsums, factor = cotangents
     return (reference.combine_gradient(dz, z, (factor, dsums[0], 2 * dsums[1])),)
 
 
-_attach_sums.defvjp(lambda groups, z: (_attach_sums(groups, z), z), _attach_sums_backward)
+_attach_sums.defvjp(lambda spec, z: (_attach_sums(spec, z), z), _attach_sums_backward)
 
 
 # --- exit: from fused layers to an ordinary layer ------------------------------------------------------------------
 
 
 def activate(
-    groups: int,
+    spec: LayerSpec,
     x: RawOutput,
     affine: Affine,
     shortcut: RawOutput | Array | None = None,
@@ -164,12 +166,12 @@ def activate(
 ) -> Array:
     """Return relu(x · a + b + shortcut · shortcut_a + shortcut_b), for a next layer that is no convolution."""
     shortcut_values, shortcut_factor = _unpack(shortcut)
-    return _activate(groups, x.values, x.factor, affine, shortcut_values, shortcut_factor, shortcut_affine)
+    return _activate(spec, x.values, x.factor, affine, shortcut_values, shortcut_factor, shortcut_affine)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _activate(
-    groups: int,
+    spec: LayerSpec,
     x: Array,
     x_factor: Array,
     affine: Affine,
@@ -180,15 +182,15 @@ def _activate(
     return reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)
 
 
-def _activate_forward(groups: int, *inputs: Any) -> Any:
-    return _activate(groups, *inputs), inputs
+def _activate_forward(spec: LayerSpec, *inputs: Any) -> Any:
+    return _activate(spec, *inputs), inputs
 
 
-def _activate_backward(groups: int, inputs: Any, dy: Array) -> Any:
+def _activate_backward(spec: LayerSpec, inputs: Any, dy: Array) -> Any:
     x, _, affine, shortcut, _, shortcut_affine = inputs
-    spec = LayerSpec(groups)
     y = reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)  # cheaper to recompute than to keep
-    g, sums = reference.backpropagate_relu(spec, dy, x, y, shortcut if shortcut_affine else None)
+    only_affine = affine if shortcut is None else ()
+    g, sums = reduction.backpropagate_relu(spec, dy, x, y, shortcut if shortcut_affine else None, only_affine)
     unscaled = (None if shortcut is None else g, None, ())
     by_shortcut = (g, shortcut_affine[0], (sums[2], sums[0])) if shortcut_affine else unscaled
     return g, affine[0], (sums[1], sums[0]), *by_shortcut

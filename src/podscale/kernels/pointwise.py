@@ -23,7 +23,7 @@ def can_use_kernel(spec: LayerSpec, x: Array, kernel: Array) -> bool:
 def forward(
     spec: LayerSpec, x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays, kernel: Array
 ) -> Arrays | None:
-    """Return what `reference.forward` does; None where no blocking of the product fits shared memory."""
+    """Return what `spatial.forward` does; None where no blocking of the product fits shared memory."""
     depth, columns = kernel.shape[2:]
     left, vectors = [x], list(affine)
     if affine and shortcut is not None:
@@ -52,7 +52,7 @@ def backward(
     dz_terms: Arrays,
     dy: Array | None,
 ) -> Arrays | None:
-    """Return what `reference.backward` does, and a fourth value; None where no blocking of the product fits.
+    """Return what `spatial.backward` does, and a fourth value; None where no blocking of the product fits.
 
     Either the gradient by the kernel is computed here and the fourth value is None, or the gradient by the kernel is
     None and the fourth value is the whole gradient by the convolution's output, from which it can be computed.

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from podscale.kernels import reference
+from podscale.kernels import reduction, reference
 from podscale.kernels.fused import Affine, RawOutput
 from podscale.kernels.layer_spec import LayerSpec
 
@@ -33,26 +33,26 @@ def pool_reference(x: Array, affine: Affine) -> Array:
     return nnx.max_pool(y, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
 
-def normalize_and_pool(groups: int, x: RawOutput, affine: Affine) -> Array:
+def normalize_and_pool(spec: LayerSpec, x: RawOutput, affine: Affine) -> Array:
     """Return the maxima of all windows of the normalized and rectified input.
 
     Args:
-        groups: batch-norm groups of this device's images.
+        spec: of the layer; its convolution is not used.
         x: raw blocks of 2x2 pixels, [images, rows, columns, 4 · channels].
         affine: factor and offset that normalize, [groups, channels] each.
 
     Returns:
         [images, rows, columns, channels].
     """
-    return _pool(groups, x.values, x.factor, affine)
+    return _pool(spec, x.values, x.factor, affine)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pool(groups: int, x: Array, x_factor: Array, affine: Affine) -> Array:
-    return _pool_forward(groups, x, x_factor, affine)[0]
+def _pool(spec: LayerSpec, x: Array, x_factor: Array, affine: Affine) -> Array:
+    return _pool_forward(spec, x, x_factor, affine)[0]
 
 
-def _pool_forward(groups: int, x: Array, x_factor: Array, affine: Affine) -> Any:
+def _pool_forward(spec: LayerSpec, x: Array, x_factor: Array, affine: Affine) -> Any:
     images, rows, columns, channels = x.shape
     blocks = x.reshape(images, rows, columns, 2, 2, channels // 4)
     inner_row, inner_column = (jnp.arange(n) > 0 for n in (rows, columns))
@@ -84,9 +84,9 @@ def _pool_forward(groups: int, x: Array, x_factor: Array, affine: Affine) -> Any
     return largest, (largest, place, raw_largest, affine)
 
 
-def _pool_backward(groups: int, residuals: Any, dy: Array) -> Any:
+def _pool_backward(spec: LayerSpec, residuals: Any, dy: Array) -> Any:
     largest, place, raw_largest, affine = residuals
-    g, sums = reference.backpropagate_relu(LayerSpec(groups), dy, raw_largest, largest, None)
+    g, sums = reduction.backpropagate_relu(spec, dy, raw_largest, largest, None)
     return _unpool(g, place), jnp.tile(affine[0], 4), (sums[1], sums[0])
 
 

@@ -1,4 +1,4 @@
-"""Reference implementation of fused layers: normalize, add, rectify, convolve and sum, as XLA compiles it.
+"""Reference implementation of what fused layers consist of: normalize, add, rectify, convolve and sum, by XLA.
 
 Whatever belongs to a channel is [groups, channels], float32. Images keep their four axes throughout, and sums are taken
 image by image first: XLA then has no reason to transpose them in memory, which costs more than all else here.
@@ -14,51 +14,6 @@ from podscale.kernels.layer_spec import LayerSpec
 
 Array = jax.Array
 Arrays = tuple[Any, ...]
-
-
-def forward(
-    spec: LayerSpec, x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays, kernel: Array
-) -> Arrays:
-    """Return the rectified input, its convolution, and the sums of the convolution: [2, groups, channels] or None."""
-    y = normalize_and_rectify(x, affine, shortcut, shortcut_affine)
-    z = convolve(spec, y, kernel)
-    return y, z, compute_sums(spec, z) if spec.output_sums else None
-
-
-def backward(
-    spec: LayerSpec,
-    residuals: Arrays,
-    affine: Arrays,
-    kernel: Array,
-    dz: Array,
-    dz_terms: Arrays,
-    dy: Array | None,
-) -> Arrays:
-    """Return the gradients of a layer.
-
-    Args:
-        spec: the layer.
-        residuals: x, y, shortcut and z of the forward pass.
-        affine: factor and offset of x; empty where the layer does not normalize.
-        kernel: of the convolution.
-        dz: the gradient by the convolution's output z, up to a factor and two terms.
-        dz_terms: factor, offset and slope: the whole gradient by z is factor · dz + offset + slope · z.
-        dy: the gradient by the rectified input from elsewhere, or None.
-
-    Returns:
-        the gradient by the sum before rectifying, the gradient by the kernel, and the sums of the former by group:
-        alone, times x, times the shortcut.
-    """
-    x, y, shortcut, z = residuals
-    dz = combine_gradient(dz, z, dz_terms)
-    _, pull = jax.vjp(lambda y, kernel: convolve(spec, y, kernel), y, kernel)
-    by_y, dkernel = pull(dz)
-    if dy is not None:
-        by_y = by_y + dy
-    if not affine:
-        return by_y, dkernel, ()
-    g, sums = backpropagate_relu(spec, by_y, x, y, shortcut)
-    return g, dkernel, sums
 
 
 def normalize_and_rectify(x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays) -> Array:

@@ -24,7 +24,7 @@ def forward(net: ResNet, images: jax.Array, kernels: str) -> jax.Array:
     for block in blocks:
         pending = chain.apply_block(block, pending)
     assert isinstance(pending.x, RawOutput)  # there is at least one block
-    return head(fused.activate(chain.groups, *pending))  # type: ignore[arg-type]
+    return head(fused.activate(chain.make_spec(), *pending))  # type: ignore[arg-type]
 
 
 class Pending(NamedTuple):
@@ -50,13 +50,13 @@ class FusedChain:
 
     def apply_stem(self, stem: Stem, images: jax.Array) -> jax.Array:
         """Return the stem's output, [images, height, width, channels]."""
-        output_sums = not stem.norm.use_running_average
+        spec = self.make_spec(output_sums=not stem.norm.use_running_average)
         if not stem.small and images.shape[1] % 4 == images.shape[2] % 4 == 0:
             z = convolve_four_outputs(images, stem.conv.kernel[...])
-            raw = fused.make_raw_output(self.groups, z, output_sums=output_sums)
-            return pool.normalize_and_pool(self.groups, raw, self.compute_affine(stem.norm, raw, pixels=4))
-        raw = fused.make_raw_output(self.groups, stem.conv(images), output_sums=output_sums)
-        x = fused.activate(self.groups, raw, self.compute_affine(stem.norm, raw))
+            raw = fused.make_raw_output(spec, z)
+            return pool.normalize_and_pool(spec, raw, self.compute_affine(stem.norm, raw, pixels=4))
+        raw = fused.make_raw_output(spec, stem.conv(images))
+        x = fused.activate(spec, raw, self.compute_affine(stem.norm, raw))
         return x if stem.small else max_pool(x)
 
     def apply_block(self, block: Any, pending: Pending) -> Pending:
@@ -79,8 +79,14 @@ class FusedChain:
     ) -> tuple[Any, RawOutput]:
         """Return the rectified input and its raw convolution."""
         kernel = conv.kernel[...]
-        spec = LayerSpec(self.groups, conv.stride, kernel.shape[0] // 2, output_sums, keep_input, self.kernels)
+        spec = self.make_spec(
+            stride=conv.stride, padding=kernel.shape[0] // 2, output_sums=output_sums, keep_input=keep_input
+        )
         return fused.apply_layer(spec, *pending, kernel)
+
+    def make_spec(self, **fields: Any) -> LayerSpec:
+        """Return a layer with the groups and kernels of this chain."""
+        return LayerSpec(groups=self.groups, kernels=self.kernels, **fields)
 
     def compute_affine(self, norm: BatchNorm, raw: RawOutput, pixels: int = 1) -> Affine:
         """Return the factor and offset that normalize a raw output whose channels hold this many pixels."""

@@ -1,0 +1,137 @@
+"""Sums over batch-norm groups in one pass over memory, with what is computed along the way, as Pallas kernels for GPUs.
+
+XLA's own reductions over the rows of [rows, channels] read small images at a tenth to a half of the memory's rate. And
+where the sums of groups are added up once more, for the gradient of a batch norm's bias, XLA reads all rows again.
+
+A program of the grid takes a block of channels and a range of one group's rows. It keeps one sum per element of its
+block of rows, so that threads exchange nothing before the end, and writes its sums; XLA adds up those of a group.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from podscale.kernels import reference
+from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
+
+Array = jax.Array
+Arrays = tuple[Any, ...]
+BLOCK = 4096  # elements of a program's block
+CHANNELS = 128  # channels of a block at most: 256 bytes of each row
+PROGRAMS = 132 * 8  # how many programs a kernel should have, to keep all multiprocessors busy
+WARPS = 8
+MAX_ELEMENTS = 2**31  # offsets are 32-bit integers
+
+
+def compute_sums(spec: LayerSpec, z: Array) -> Array:
+    """Return the sums of the values and of their squares, by group and channel: [2, groups, channels]."""
+    if not can_use_kernel(spec, z):
+        return reference.compute_sums(spec, z)
+    _, sums = _map_and_sum(spec, lambda vectors, z: ((), (z, z * z)), (z,), (), terms=2)
+    return sums
+
+
+def backpropagate_relu(
+    spec: LayerSpec, dy: Array, x: Array, y: Array, shortcut: Array | None, affine: Arrays = ()
+) -> Arrays:
+    """Return the gradient by what was rectified to y, and its sums by group: alone, times x, times the shortcut.
+
+    Args:
+        spec: the layer.
+        dy: the gradient by y.
+        x: the raw input.
+        y: the rectified values.
+        shortcut: the raw shortcut, or None.
+        affine: factor and offset of x if y = relu(x · factor + offset), so that y need not be read.
+    """
+    if not can_use_kernel(spec, dy):
+        return reference.backpropagate_relu(spec, dy, x, y, shortcut)
+    others = () if shortcut is None else (shortcut,)
+
+    def compute(vectors: Arrays, dy: Array, x: Array, *values: Array) -> tuple[Arrays, Arrays]:
+        above = x * vectors[0] + vectors[1] if affine else values[-1]
+        g = jnp.where(above > 0, dy, 0.0)
+        return (g,), (g, g * x, *(g * value for value in values[: len(others)]))
+
+    arrays = (dy, x, *others) if affine else (dy, x, *others, y)
+    (g,), sums = _map_and_sum(spec, compute, arrays, affine, terms=2 + len(others), outputs=1)
+    return g, tuple(sums)
+
+
+def can_use_kernel(spec: LayerSpec, x: Array) -> bool:
+    """Return whether the rows and channels of an array can be divided into blocks."""
+    rows, channels = x.size // x.shape[-1], x.shape[-1]
+    is_divisible = channels % 16 == 0 and rows % spec.groups == 0 and rows >= BLOCK // _count_columns(channels)
+    return spec.kernels != REFERENCE and x.dtype == jnp.bfloat16 and is_divisible and x.size < MAX_ELEMENTS
+
+
+def _map_and_sum(
+    spec: LayerSpec, compute: Callable[..., Any], arrays: Arrays, vectors: Arrays, *, terms: int, outputs: int = 0
+) -> tuple[list[Array], Array]:
+    """Apply `compute` to blocks of the arrays, in float32.
+
+    Args:
+        spec: the layer.
+        compute: (blocks of the vectors, *blocks of the arrays) -> (outputs, terms), all [rows, channels] or broadcast.
+        arrays: [..., channels] each, of one shape.
+        vectors: [groups, channels] each.
+        terms: how many sums `compute` returns terms of.
+        outputs: how many outputs it returns.
+
+    Returns:
+        the outputs, like the arrays, and the sums of the terms: [terms, groups, channels].
+    """
+    from jax.experimental import pallas as pl  # takes a second
+    from jax.experimental.pallas import triton
+
+    channels = arrays[0].shape[-1]
+    rows, columns = arrays[0].size // channels, _count_columns(channels)
+    group_rows, block_rows = rows // spec.groups, BLOCK // columns
+    programs = max(1, PROGRAMS * columns // (spec.groups * channels))  # per group and block of channels
+    blocks = math.ceil(group_rows / programs / block_rows)  # per program
+    programs = math.ceil(group_rows / (blocks * block_rows))
+
+    def body(*refs: Any) -> None:
+        inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
+        vector_refs, output_refs, sums_ref = refs[: len(vectors)], refs[len(vectors) : -1], refs[-1]
+        group, program = pl.program_id(0), pl.program_id(1)
+        column = pl.ds(pl.program_id(2) * columns, columns)
+        by_channel = tuple(ref[group, column][None] for ref in vector_refs)
+
+        def add_block(i: Any, sums: Arrays) -> Arrays:
+            first = group * group_rows + (program * blocks + i) * block_rows
+            start = jnp.minimum(first, rows - block_rows)  # the last block of all overlaps the one before it
+            row = start + lax.broadcasted_iota(jnp.int32, (block_rows, columns), 0)
+            own = (row >= first) & (row < (group + 1) * group_rows)
+            place = pl.ds(start, block_rows), column
+            values = [triton.load(ref.at[place], mask=own, other=0.0).astype(jnp.float32) for ref in inputs]
+            results, added = compute(by_channel, *values)
+            for ref, result in zip(output_refs, results, strict=True):
+                triton.store(ref.at[place], result.astype(ref.dtype), mask=own)
+            return tuple(map(jnp.add, sums, added))
+
+        zero = jnp.zeros((block_rows, columns), jnp.float32)
+        for number, term in enumerate(lax.fori_loop(0, blocks, add_block, (zero,) * terms)):
+            sums_ref[group, program, number, column] = term.sum(axis=0)
+
+    *results, sums = pl.pallas_call(
+        body,
+        out_shape=(
+            *[jax.ShapeDtypeStruct((rows, channels), arrays[0].dtype)] * outputs,
+            jax.ShapeDtypeStruct((spec.groups, programs, terms, channels), jnp.float32),
+        ),
+        grid=(spec.groups, programs, channels // columns),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=spec.kernels == INTERPRET,
+        name="map_and_sum",
+    )(*(array.reshape(rows, channels) for array in arrays), *vectors)
+    return [result.reshape(arrays[0].shape) for result in results], sums.sum(axis=1).swapaxes(0, 1)
+
+
+def _count_columns(channels: int) -> int:
+    """Return the channels of a block: the largest power of two that divides them, up to CHANNELS."""
+    return min(CHANNELS, channels & -channels)

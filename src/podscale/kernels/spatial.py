@@ -1,0 +1,64 @@
+"""Fused layers with any convolution: XLA convolves, and normalizing, masking and summing are passes of their own.
+
+This is also how 1x1 convolutions are computed where `pointwise.py` does not fit.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from podscale.kernels import reduction, reference
+from podscale.kernels.layer_spec import REFERENCE, LayerSpec
+
+Array = jax.Array
+Arrays = tuple[Any, ...]
+
+
+def forward(
+    spec: LayerSpec, x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays, kernel: Array
+) -> Arrays:
+    """Return the rectified input, its convolution, and the sums of the convolution: [2, groups, channels] or None."""
+    y = reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)
+    if spec.kernels != REFERENCE:
+        y = lax.optimization_barrier(y)  # else XLA computes it again from the block before, and that one from its own
+    z = reference.convolve(spec, y, kernel)
+    return y, z, reduction.compute_sums(spec, z) if spec.output_sums else None
+
+
+def backward(
+    spec: LayerSpec,
+    residuals: Arrays,
+    affine: Arrays,
+    kernel: Array,
+    dz: Array,
+    dz_terms: Arrays,
+    dy: Array | None,
+    has_shortcut: bool,
+) -> Arrays:
+    """Return the gradients of a layer.
+
+    Args:
+        spec: the layer.
+        residuals: x, y, shortcut and z of the forward pass.
+        affine: factor and offset of x; empty where the layer does not normalize.
+        kernel: of the convolution.
+        dz: the gradient by the convolution's output z, up to a factor and two terms.
+        dz_terms: factor, offset and slope: the whole gradient by z is factor · dz + offset + slope · z.
+        dy: the gradient by the rectified input from elsewhere, or None.
+        has_shortcut: whether a shortcut was added, raw or not.
+
+    Returns:
+        the gradient by the sum before rectifying, the gradient by the kernel, and the sums of the former by group:
+        alone, times x, times the shortcut.
+    """
+    x, y, shortcut, z = residuals
+    dz = reference.combine_gradient(dz, z, dz_terms)
+    _, pull = jax.vjp(lambda y, kernel: reference.convolve(spec, y, kernel), y, kernel)
+    by_y, dkernel = pull(dz)
+    if dy is not None:
+        by_y = by_y + dy
+    if not affine:
+        return by_y, dkernel, ()
+    g, sums = reduction.backpropagate_relu(spec, by_y, x, y, shortcut, () if has_shortcut else affine)
+    return g, dkernel, sums
