@@ -7,6 +7,7 @@ ROWS, HALF, BOX = 128, 64, 64  # rows of a tile, rows of a warpgroup's half of i
 WIDEST, PART = 256, 128  # columns of a product at most, and of each of its parts where there are more
 BLOCKS = 132  # blocks that run at the same time: one per multiprocessor
 SHARED_BYTES = 225 * 1024  # shared memory of a Hopper GPU's multiprocessor
+MAX_KERNEL_RING = 6
 SCRATCH_BYTES = 2048  # the compiler's share of it
 
 
@@ -79,7 +80,7 @@ def choose_blocking(
     computes_left: bool,
     kernel_gradient: bool = False,
 ) -> Blocking | None:
-    """Return the blocking of a product with the largest rings that fit shared memory.
+    """Return the blocking of a product with large rings that fit shared memory.
 
     Returns:
         None where there is none: boxes do not divide rows or channels, or there are too many channels.
@@ -103,11 +104,31 @@ def choose_blocking(
         computes_left=computes_left,
         kernel_gradient=kernel_gradient,
     )
-    reductions: list[dict[str, Any]] = [{"kernel_ring": 2}, {"left_ring": 2}, {"extra_ring": 1}, {"result_ring": 1}]
-    if computes_left:
-        reductions += [{"left_ring": 1}, {"part": BOX, "parts": columns // BOX}]
-    for change in [{}, *reductions]:
+    for change in [{}, *_list_reductions(blocking, columns)]:
         blocking = replace(blocking, **change)
         if blocking.bytes <= SHARED_BYTES:
-            return blocking
+            return _grow_kernel_ring(blocking)
     return None
+
+
+def _list_reductions(blocking: Blocking, columns: int) -> list[dict[str, Any]]:
+    """Return what to make smaller until shared memory suffices, what costs the least time first.
+
+    Where the result is wide, most boxes are those that finish it; where it is one part, most are those of the left side
+    (measured on an H200: 10 % of the time of a wide product).
+    """
+    left, extra, result = ({"left_ring": 2}, {"extra_ring": 1}, {"result_ring": 1})
+    narrow = [{"left_ring": 1}, {"part": BOX, "parts": columns // BOX}] if blocking.computes_left else []
+    if blocking.parts > 1 and narrow:
+        return [{"kernel_ring": 2}, left, narrow[0], result, narrow[1], extra]
+    return [{"kernel_ring": 2}, left, extra, result, *narrow]
+
+
+def _grow_kernel_ring(blocking: Blocking) -> Blocking:
+    """Return the blocking with as many boxes of the kernel as there is memory left for, up to MAX_KERNEL_RING."""
+    while blocking.kernel_ring < MAX_KERNEL_RING:
+        larger = replace(blocking, kernel_ring=blocking.kernel_ring + 1)
+        if larger.bytes > SHARED_BYTES:
+            break
+        blocking = larger
+    return blocking

@@ -5,7 +5,6 @@ Optimizers take a function `Norms` for the norms of whole arrays. Where a device
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,8 +26,28 @@ def compute_norm_unflattened(x: jax.Array) -> jax.Array:
 
 
 def compute_norms(tree: Any) -> Any:
-    """Return the norm of every array of a tree."""
-    return jax.tree.map(compute_norm, tree)
+    """Return the norm of every array of a tree.
+
+    Squares are summed over all axes but the last, and what is left of all arrays together. On a GPU that is one kernel
+    per array instead of two, and no kernel of a convolution is read against its order in memory.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    by_column = [_sum_squares(leaf) for leaf in leaves]
+    # Vectors by themselves: a rule that does not need their norms then costs nothing.
+    joined = [i for i, leaf in enumerate(leaves) if leaf.ndim > 1]
+    squares = [sums.sum() for sums in by_column]
+    if joined:
+        width = max(by_column[i].size for i in joined)
+        stacked = jnp.stack([jnp.pad(by_column[i], (0, width - by_column[i].size)) for i in joined])
+        for i, total in zip(joined, stacked.sum(axis=1), strict=True):
+            squares[i] = total.astype(by_column[i].dtype)
+    return jax.tree.unflatten(structure, [jnp.sqrt(square) for square in squares])
+
+
+def _sum_squares(x: jax.Array) -> jax.Array:
+    """[..., columns] -> [columns]; a number counts as one column."""
+    wide = jnp.atleast_1d(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    return jnp.square(wide).sum(axis=tuple(range(wide.ndim - 1)))
 
 
 def compute_global_norm(tree: Any, norms: Norms = compute_norms) -> jax.Array:
@@ -36,15 +55,14 @@ def compute_global_norm(tree: Any, norms: Norms = compute_norms) -> jax.Array:
     return jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms(tree))))
 
 
-def compute_joined_global_norm(tree: Any, norm: Callable[[jax.Array], jax.Array] = compute_norm) -> jax.Array:
+def compute_joined_global_norm(tree: Any) -> jax.Array:
     """Return the norm of all arrays of a tree together, for whole arrays.
 
     Small arrays are joined first, which saves a GPU a hundred tiny kernels.
     """
     leaves = jax.tree.leaves(tree)
     small = [leaf.ravel() for leaf in leaves if leaf.ndim < 2]
-    arrays = [leaf for leaf in leaves if leaf.ndim > 1] + ([jnp.concatenate(small)] if small else [])
-    return compute_global_norm(arrays, partial(jax.tree.map, norm))
+    return compute_global_norm([leaf for leaf in leaves if leaf.ndim > 1] + ([jnp.concatenate(small)] if small else []))
 
 
 def clip_by_global_norm(max_norm: float, norms: Norms) -> optax.GradientTransformation:

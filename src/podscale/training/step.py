@@ -17,14 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
+from podscale.kernels.layer_spec import HOPPER
 from podscale.models.functional import FunctionalModel, Tree
 from podscale.optim import optimizers
-from podscale.optim.norms import (
-    compute_global_norm,
-    compute_joined_global_norm,
-    compute_norm,
-    compute_norm_unflattened,
-)
+from podscale.optim.norms import compute_global_norm, compute_joined_global_norm
 from podscale.optim.parameter_groups import count_stem_updates
 from podscale.parallel import batch_norm
 from podscale.parallel.state_layout import StateLayout
@@ -36,7 +32,7 @@ from podscale.training.device_input import augment
 
 # What XLA puts into CUDA graphs: its default, and convolutions and loops.
 GRAPHED_OPERATIONS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION,CONDITIONAL,WHILE"
-GRAPHED_MODELS = ("cifarnet",)  # models that were faster with it
+GRAPHED_MODELS = ("cifarnet",)  # models that were faster with it where images live on the device
 OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
 Images = UInt8[Array, "micro_batches images height width 3"]  # of one device and update
 Labels = Int[Array, "micro_batches images"]
@@ -185,11 +181,11 @@ def make_compiler_options(plan: Plan) -> dict[str, Any]:
     Without a limit on the size of a sum, the TPU compiler merges all buckets into one sum, which cannot start before
     the backward pass has ended.
 
-    Where images live on one GPU and updates are short, the whole loop of a call becomes one CUDA graph, convolutions
-    included.
+    On one GPU the whole loop of a call becomes one CUDA graph, convolutions included, for models that were faster so.
     """
     platform = plan.pod.devices[0].platform if plan.pod.devices else ""
-    if platform == "gpu" and plan.input.is_resident and plan.pod.size == 1 and plan.recipe.model.name in GRAPHED_MODELS:
+    has_short_updates = plan.input.is_resident and plan.recipe.model.name in GRAPHED_MODELS
+    if platform == "gpu" and plan.pod.size == 1 and (has_short_updates or plan.kernels == HOPPER):
         return {"xla_gpu_enable_command_buffer": GRAPHED_OPERATIONS}
     if platform == "tpu" and plan.transfer.bucket_bytes:
         return {"xla_jf_crs_combiner_threshold_in_bytes": plan.transfer.bucket_bytes}
@@ -251,8 +247,7 @@ class TrainStep:
         """Return the norm of all gradients together."""
         if self.plan.summation.norms is not None:
             return compute_global_norm(sums, self.plan.summation.norms)
-        norm = compute_norm_unflattened if self.plan.recipe.optimizer.renormalize else compute_norm
-        return compute_joined_global_norm(sums, norm)
+        return compute_joined_global_norm(sums)
 
     def sum_micro_batches(
         self, state: State, images: Images, labels: Labels, seed: Array | None, trains_stem: bool
