@@ -32,6 +32,7 @@ def test_other_errors_are_raised():
         file.close()
 
 
+@pytest.mark.heavy
 @needs_full
 def test_training_tolerates_a_full_disk_for_its_output(tmp_path):
     words = "train digits --model.width 8 --train.epochs 1 --pod.virtual 1x1 --json --run".split()

@@ -66,6 +66,7 @@ def photos(tmp_path_factory):
     return root
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's /proc")
 @pytest.mark.parametrize(
     ("decoder", "kind"),

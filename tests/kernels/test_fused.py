@@ -131,6 +131,7 @@ def test_kernels_match_the_definition_to_bfloat16_precision(kind, size):
         assert_close((outputs, apply_factors(kind, numbers, gradients)), compute_by_definition(kind, numbers), 0.03)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["with a raw shortcut"])
 def test_kernels_match_the_reference_closely(kind):
     numbers = sample_layer(*SIZES[0], jnp.bfloat16)

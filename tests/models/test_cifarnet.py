@@ -337,6 +337,7 @@ def test_evaluation_prediction_and_export_average_over_the_same_views(trained, s
         write.export_model(run_with_views, tmp_path / "net.onnx")
 
 
+@pytest.mark.heavy
 def test_further_views_are_computed_only_where_the_first_is_not_confident(trained, stripes):
     """The loop of evaluation gives what prediction gives, whatever the share of images that need further views."""
     run = Run.load(trained[0])

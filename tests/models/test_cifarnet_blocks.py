@@ -34,6 +34,7 @@ def test_max_pool_of_blocks_and_its_gradient_match_those_of_the_map():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("size", "activation"), [(10, "cubic_gelu"), (12, "default")])
 def test_stem_on_blocks_is_the_same_network_with_the_same_gradient(size, activation):
     on_maps, on_blocks = (build(size, stem, activation) for stem in ("small", "space_to_depth"))

@@ -33,6 +33,7 @@ def compute_gradients(net, params, stats, images, groups, kernels):
     return jax.jit(jax.value_and_grad(compute_loss, has_aux=True))(params)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("block", "stem", "size"), STEMS)
 def test_fused_network_matches_the_modules(block, stem, size):
     with jax.enable_x64(True):

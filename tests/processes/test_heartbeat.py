@@ -61,6 +61,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.heavy
 def test_a_process_that_leaves_is_not_missed_and_a_silent_one_is():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, f"127.0.0.1:{find_free_port()}"],

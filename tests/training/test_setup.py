@@ -67,6 +67,7 @@ def read_state(folder, recipe, pod):
 # --- fit -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_does_not_fit_again_and_is_bit_identical(recipe, pod, tmp_path):
     train(recipe, pod, tmp_path / "whole")
     assert Fitted.calls == 1

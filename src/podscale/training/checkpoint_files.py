@@ -46,18 +46,23 @@ class UnreadableCheckpointError(UserError):
 def retry_reading(read: Callable[[], T], path: Path) -> T:
     """Return what `read` returns, and try again for a while if it raises OSError.
 
+    Not where a file is in the place of a folder: that does not pass.
+
     Raises:
         UnreadableCheckpointError: the last attempt failed too.
     """
     for delay_s in RETRY_DELAYS_S:
         try:
             return read()
+        except NotADirectoryError:
+            break
         except OSError:
             time.sleep(delay_s)
     try:
         return read()
     except OSError as error:
-        reason = f"{error.strerror or error}, also after {sum(RETRY_DELAYS_S):g} s"
+        reason = f"{error.strerror or error}"
+        reason += "" if isinstance(error, NotADirectoryError) else f", also after {sum(RETRY_DELAYS_S):g} s"
         raise UnreadableCheckpointError(error.filename or path, reason) from error
 
 
