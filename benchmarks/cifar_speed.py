@@ -127,20 +127,17 @@ class Trainer:
         from podscale.config.options import Options
         from podscale.training import compilation, evaluate, setup
         from podscale.training import step as steps
-        from podscale.training.device_input import resident
 
         pod, options = pods.find_pod(), Options(cache="device", steps_per_call=steps_per_call)
         images = len(setup.prepare(recipe, pod, options).data.val)
         self.setup = prepared = setup.prepare(recipe, pod, replace(options, eval_images=-(-images // pod.size)))
-        self.images = resident.place_images(prepared.data.train, prepared.mesh)
-        call = steps.make_train_call(
-            prepared.net, prepared.plan, prepared.optimizer, prepared.schedule, prepared.mesh, takes_seed=True
-        )
+        (self.images,) = prepared.plan.input.place_residents(prepared.data.train.images, prepared.mesh)
+        call, state = compilation.make_train_call(prepared, takes_seed=True), prepared.describe_state()
         batch = steps.describe_call_arguments(prepared.plan, prepared.mesh)[:3]
-        lowered = call.lower(prepared.state, *batch, self.images, np.uint32(0))
+        lowered = call.lower(state, *batch, self.images, np.uint32(0))
         self.program = compilation.compile_program(lowered, prepared.plan, None)
         self.evaluate = evaluate.Evaluator(prepared)
-        self.init_state: Callable[[Any], Any] = jax.jit(self._make_state, out_shardings=prepared.state.step.sharding)
+        self.init_state: Callable[[Any], Any] = jax.jit(self._make_state, out_shardings=state.step.sharding)
 
     def _make_state(self, seed: Any) -> Any:
         """Return the state before the first update, from a seed that is an argument of the compiled program."""
@@ -150,7 +147,7 @@ class Trainer:
         from podscale.models.functional import make_functional
         from podscale.training import step as steps
 
-        recipe, classes = self.setup.recipe, self.setup.plan.counts.classes
+        recipe, classes = self.setup.plan.recipe, self.setup.plan.counts.classes
         model = registry.build_model(recipe.model, classes, recipe.data.image_size, jax.random.key(seed))
         _, params, stats = make_functional(model, recipe.model.freeze)
         return steps.init_state(recipe, params, stats, self.setup.optimizer)
@@ -162,7 +159,7 @@ class Trainer:
         bounds = [0, *range(first, plan.steps, plan.steps_per_call), plan.steps]
         return [range(a, b) for a, b in pairwise(bounds) if b > a]
 
-    def _fit(self, prepared: Any) -> Any:
+    def _fit(self, prepared: Any, state: Any) -> Any:
         """Return the state with the whitening filters of the training images."""
         import numpy as np
 
@@ -171,7 +168,7 @@ class Trainer:
 
         fitted = {name: array.astype(np.float32) for name, array in setup.fit_parameters(prepared, self.images).items()}
         placed = placement.replicate(fitted, prepared.mesh)
-        return prepared.state._replace(params=prepared.net.replace_parameters(prepared.state.params, placed))
+        return state._replace(params=prepared.net.replace_parameters(state.params, placed))
 
     def train(self, seed: int) -> dict[str, float]:
         """Train one seed and evaluate it; return its accuracy, and its seconds by the record's clock."""
@@ -181,11 +178,11 @@ class Trainer:
         from podscale.training import setup
 
         state = jax.block_until_ready(self.init_state(np.uint32(seed)))
-        recipe = self.setup.recipe.override({"train.seed": seed})
-        prepared = self.setup._replace(recipe=recipe, plan=replace(self.setup.plan, recipe=recipe), state=state)
+        recipe = self.setup.plan.recipe.override({"train.seed": seed})
+        prepared = replace(self.setup, plan=replace(self.setup.plan, recipe=recipe))
         start = time.perf_counter()
         with setup.load_train_batches(prepared, self._list_calls()) as batches:
-            state = self._fit(prepared)
+            state = self._fit(prepared, state)
             for batch in batches:
                 count = np.int32(batch.count)
                 state, _ = self.program(state, batch.images, batch.labels, count, self.images, np.uint32(seed))

@@ -32,7 +32,8 @@ from podscale.plan import Counts
 from podscale.processes.host import count_usable_cores
 from podscale.recipe import Data, Recipe
 from podscale.training.compilation import compile_train_step
-from podscale.training.setup import Setup, assemble
+from podscale.training.program import Program
+from podscale.training.setup import resolve
 
 WARM_UP = 3  # calls that are not timed
 
@@ -80,9 +81,9 @@ def prepare_files(files: Path, options: list[str]) -> str:
 def compare(arguments: argparse.Namespace, indexes: dict[str, Index]) -> None:
     count = len(indexes["files as they are"])
     recipe = make_recipe(arguments)
-    setup = assemble(recipe, pods.make_pod(jax.devices()[:1], "1x1"), Counts(count, 2, 2))
-    call = compile_train_step(setup)
-    synthetic_rate = measure_rate(setup, call, repeat(make_noise_batch(setup)), arguments.calls)[0]
+    program = resolve(recipe, pods.make_pod(jax.devices()[:1], "1x1"), Counts(count, 2, 2))
+    call = compile_train_step(program)
+    synthetic_rate = measure_rate(program, call, repeat(make_noise_batch(program)), arguments.calls)[0]
     cores = count_usable_cores()
     print(
         f"{jax.devices()[0].device_kind}, {cores} cores, {count:,} files, {arguments.model}, {arguments.images} images"
@@ -95,8 +96,8 @@ def compare(arguments: argparse.Namespace, indexes: dict[str, Index]) -> None:
     inputs["files as they are, cached decoded"] = indexes["files as they are"].with_cache("decoded", samples)
     for name, index in inputs.items():
         if index.cache is not None:
-            fill_cache(setup, index)
-        rate, waits = measure_rate(setup, call, load_batches(setup, index, arguments.calls), arguments.calls)
+            fill_cache(program, index)
+        rate, waits = measure_rate(program, call, load_batches(program, index, arguments.calls), arguments.calls)
         share = rate / synthetic_rate
         print(f"{name:<40} {rate:9,.0f} {share:6.1%} {waits:6.1%} {max(0, 1 - share):6.1%}", flush=True)
 
@@ -108,32 +109,34 @@ def make_recipe(arguments: argparse.Namespace) -> Recipe:
     return recipes.override_recipe(recipes.load_recipe("resnet50-imagenet-4k"), changes)
 
 
-def load_batches(setup: Setup, index: Index, calls: int) -> Iterator[prefetch.Batch]:
-    steps = setup.plan.steps_per_call
+def load_batches(program: Program, index: Index, calls: int) -> Iterator[prefetch.Batch]:
+    steps = program.plan.steps_per_call
     ranges = [range(i * steps, (i + 1) * steps) for i in range(WARM_UP + calls)]
-    with loader.load_train_batches(index, setup.plan, ranges, pods.make_batch_sharding(setup.mesh, axis=2)) as batches:
+    with loader.load_train_batches(
+        index, program.plan, ranges, pods.make_batch_sharding(program.mesh, axis=2)
+    ) as batches:
         yield from batches
 
 
-def fill_cache(setup: Setup, index: Index) -> None:
+def fill_cache(program: Program, index: Index) -> None:
     """Put every image into the cache, by one pass that is not timed."""
-    images = setup.plan.steps_per_call * setup.recipe.batch.size
-    for _ in load_batches(setup, index, -(-len(index) // images) - WARM_UP + 1):
+    images = program.plan.steps_per_call * program.plan.recipe.batch.size
+    for _ in load_batches(program, index, -(-len(index) // images) - WARM_UP + 1):
         pass
     assert index.cache is not None
     assert index.cache.is_filled.all()
 
 
-def make_noise_batch(setup: Setup) -> prefetch.Batch:
-    random, size, shape = np.random.default_rng(0), setup.recipe.data.image_size, setup.plan.batch_shape
+def make_noise_batch(program: Program) -> prefetch.Batch:
+    random, size, shape = np.random.default_rng(0), program.plan.recipe.data.image_size, program.plan.batch_shape
     images = random.integers(0, 256, (*shape, size, size, 3), np.uint8)
-    sharding = pods.make_batch_sharding(setup.mesh, axis=2)
+    sharding = pods.make_batch_sharding(program.mesh, axis=2)
     return prefetch.Batch(*jax.device_put((images, np.zeros(shape, np.int32)), sharding), shape[0])
 
 
-def measure_rate(setup: Setup, call: Any, source: Iterator[prefetch.Batch], calls: int) -> tuple[float, float]:
+def measure_rate(program: Program, call: Any, source: Iterator[prefetch.Batch], calls: int) -> tuple[float, float]:
     """Return images per second, and the share of the time spent waiting for batches."""
-    state = jax.tree.map(lambda array: array.copy(), setup.state)  # the call donates its arguments
+    state = program.init_state()
     wait_s, start, previous = 0.0, 0.0, None
     for i in range(WARM_UP + calls):
         if i == WARM_UP:
@@ -147,7 +150,7 @@ def measure_rate(setup: Setup, call: Any, source: Iterator[prefetch.Batch], call
         previous = metrics
     jax.block_until_ready(state)
     total_s = time.perf_counter() - start
-    return calls * setup.plan.steps_per_call * setup.recipe.batch.size / total_s, wait_s / total_s
+    return calls * program.plan.steps_per_call * program.plan.recipe.batch.size / total_s, wait_s / total_s
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -81,10 +80,10 @@ def compute_gradients(arguments: argparse.Namespace, method: str, fused: str) ->
     prepared = setup.prepare(recipe, pods.find_pod(), Options(fused=fused, steps_per_call=1, cache="off"))
     prepared = setup.load_initial_weights(prepared)[0] if recipe.model.init else prepared
     call = compilation.compile_train_step(prepared)
-    before = jax.device_get((prepared.state.params, prepared.state.stats))
+    before = prepared.weights
     with setup.load_train_batches(prepared, prepared.plan.calls()[: arguments.batches]) as batches:
         for batch in batches:
-            state = jax.tree.map(jnp.copy, prepared.state)
+            state = prepared.init_state()
             state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))
             yield read_gradients(before, jax.device_get((state.params, state.stats)))
 

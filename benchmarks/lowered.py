@@ -34,8 +34,6 @@ from podscale.config.options import Options
 from podscale.forecast import choice
 from podscale.models import registry
 from podscale.models.functional import make_functional
-from podscale.optim import schedules
-from podscale.parallel.state_layout import StateLayout
 from podscale.planner import described_devices
 from podscale.training import compilation, setup
 from podscale.training import step as steps
@@ -85,20 +83,10 @@ def put_plan_on(plan: Any, devices: Any) -> Any:
 
 def programs_of(plan: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """{"train", "eval", "predict"}: jitted functions and shapes of their arguments, as training would call them."""
-    recipe, mesh = plan.recipe, plan.pod.mesh(plan.tile)
+    program = setup.describe_program(plan)
+    recipe, mesh, net, state = plan.recipe, program.mesh, program.net, program.describe_state()
     size = recipe.data.image_size
-    model = nnx.eval_shape(lambda: registry.build_model(recipe.model, plan.counts.classes, size))
-    net, params, stats = make_functional(model, recipe.model.freeze)
-    schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
-    optimizer = steps.make_plan_optimizer(net, plan, schedule)
-    state = jax.eval_shape(lambda p, s: steps.init_state(recipe, p, s, optimizer), params, stats)
-    state = _everywhere(state, mesh)
-    layout = StateLayout(plan.summation, mesh, optimizer, params)
-    state = state._replace(optimizer=layout.describe(state.optimizer))
-    train = (
-        steps.make_train_call(net, plan, optimizer, schedule, mesh),
-        (state, *steps.describe_call_arguments(plan, mesh)),
-    )
+    train = compilation.make_train_call(program), (state, *steps.describe_call_arguments(plan, mesh))
 
     count, spread = plan.eval_images * plan.pod.size, pods.make_batch_sharding(mesh)
     images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=spread)

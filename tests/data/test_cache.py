@@ -1,5 +1,6 @@
 """Cached images: the same pixels, read once, no larger than allowed, and recorded."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -180,6 +181,12 @@ def prepare(recipe):
     return setup.prepare(recipe, pod.find_pod(virtual="1x1"))
 
 
+def cache_images(program, **options):
+    """Return the program with its images cached, by a plan with these options."""
+    plan = dataclasses.replace(program.plan, options=dataclasses.replace(program.plan.options, **options))
+    return setup.cache_images(dataclasses.replace(program, plan=plan))
+
+
 def get_kinds(prepared):
     return tuple(index.cache and index.cache.kind for index in (prepared.data.train, prepared.data.val))
 
@@ -204,7 +211,7 @@ def test_caches_stay_within_the_limit(recipe):
     train, val = uncached.data.train, uncached.data.val
     edges = {a + b for a in compute_sizes(train).values() for b in compute_sizes(val).values()} - {0}
     for limit in sorted({edge - 1 for edge in edges} | edges):
-        prepared = setup.cache_images(uncached, Options(cache_gib=limit / 2**30))
+        prepared = cache_images(uncached, cache_gib=limit / 2**30)
         first = choose_best(train, limit)
         assert get_kinds(prepared) == (first, choose_best(val, limit - compute_sizes(train)[first]))
         assert setup.describe_input(prepared)["cache_bytes"] <= limit
@@ -215,10 +222,10 @@ def test_processes_of_one_host_share_its_memory(recipe, monkeypatch, has_limit):
     uncached = prepare(recipe)
     both = sum(compute_sizes(index)["decoded"] for index in (uncached.data.train, uncached.data.val))
     monkeypatch.setattr(cache, "measure_free_memory", lambda: 10 * both if has_limit else 2 * both)
-    options = Options(cache_gib=both / 2**30 if has_limit else 0)
+    limit_gib = both / 2**30 if has_limit else 0
     for processes in (1, 2, 3):
         monkeypatch.setattr(group, "count_local_processes", lambda processes=processes: processes)
-        prepared = setup.cache_images(uncached, options)
+        prepared = cache_images(uncached, cache_gib=limit_gib)
         assert get_kinds(prepared)[0] == choose_best(uncached.data.train, both // processes)
         assert setup.describe_input(prepared)["cache_bytes"] <= both / processes
 
@@ -226,14 +233,14 @@ def test_processes_of_one_host_share_its_memory(recipe, monkeypatch, has_limit):
 def test_a_single_pass_needs_no_cache(recipe):
     uncached = prepare(recipes.override_recipe(recipe, {"train.epochs": 1, "train.eval_epochs": 1}))
     for option in ("auto", "encoded", "decoded"):
-        assert get_kinds(setup.cache_images(uncached, Options(cache=option))) == (None, None)
+        assert get_kinds(cache_images(uncached, cache=option)) == (None, None)
     evaluated_once = prepare(recipes.override_recipe(recipe, {"train.eval_epochs": 4}))
-    assert get_kinds(setup.cache_images(evaluated_once, Options())) == ("decoded", None)
+    assert get_kinds(cache_images(evaluated_once)) == ("decoded", None)
 
 
 @pytest.mark.heavy
 def test_arrays_need_no_cache():
-    prepared = setup.cache_images(prepare(recipes.load_recipe("digits")), Options(cache="decoded"))
+    prepared = cache_images(prepare(recipes.load_recipe("digits")), cache="decoded")
     assert get_kinds(prepared) == (None, None)
     assert setup.describe_input(prepared) == {
         "decoder": "none",
@@ -307,7 +314,7 @@ def test_plan_and_checkpoints_record_the_decoder_and_the_cache(recipe, tmp_path)
 
 
 def test_the_cache_is_reported(recipe):
-    inputs = {kind: setup.describe_input(setup.cache_images(prepare(recipe), Options(cache=kind))) for kind in KINDS}
+    inputs = {kind: setup.describe_input(cache_images(prepare(recipe), cache=kind)) for kind in KINDS}
     rows = {kind: _describe_decoding(facts) for kind, facts in inputs.items()}
     assert rows["none"] == [("decoder", f"{decode.select_decoder()}; nothing kept in memory")]
     for kind in ("encoded", "decoded"):

@@ -26,7 +26,7 @@ changes = {"model.name": "resnet8", "model.stem": "small", "model.width": 8, "da
 changes |= {"batch.size": 32, "batch.span": 32, "train.epochs": 10}
 recipe = recipes.override_recipe(recipes.load_recipe("finetune"), changes)
 options = Options(cache=kind, steps_per_call=1)
-prepared = setup.cache_images(setup.prepare(recipe, pod.find_pod(), options), options)
+prepared = setup.cache_images(setup.prepare(recipe, pod.find_pod(), options))
 assert setup.describe_input(prepared)["cache"] == {"train": kind, "val": kind}
 
 

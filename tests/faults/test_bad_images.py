@@ -64,7 +64,7 @@ def damage_file(index, sample):
 
 def load_epoch(recipe, shape, cache):
     """Return pixels and labels of an epoch, and the messages about bad images."""
-    prepared = setup.cache_images(setup.prepare(recipe, pod.make_pod(jax.devices(), shape)), Options(cache=cache))
+    prepared = setup.cache_images(setup.prepare(recipe, pod.make_pod(jax.devices(), shape), Options(cache=cache)))
     with setup.load_train_batches(prepared, prepared.plan.calls()) as batches:
         arrays = [(np.asarray(batch.images), np.asarray(batch.labels)) for batch in batches]
         return arrays, sorted(batches.bad_images.pop_messages())
@@ -118,14 +118,14 @@ def test_an_unreadable_validation_image_counts_as_wrong(recipe):
     allowed = recipes.override_recipe(recipe, {"data.bad_share": 0.05})
     prepared = setup.prepare(allowed, pod.make_pod(jax.devices(), "1x2"))
     evaluate = evaluates.Evaluator(prepared)
-    before = evaluate(prepared.state)
+    before = evaluate(prepared.init_state())
     # The untrained model predicts one class for every image; either class may be that one.
     bad = [
         damage_file(prepared.data.val, int(sample))
         for label in (0, 1)
         for sample in np.flatnonzero(prepared.data.val.labels == label)[:2]
     ]
-    after = evaluate(prepared.state)
+    after = evaluate(prepared.init_state())
     assert after["examples"] == before["examples"] == 100
     assert after["accuracy"] < before["accuracy"]
     assert sorted(evaluate.unreadable_images) == sorted(

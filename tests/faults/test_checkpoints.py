@@ -20,6 +20,7 @@ from rich.console import Console
 from podscale import pod
 from podscale import recipe as recipes
 from podscale.cli import main
+from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
 from podscale.errors import UserError
 from podscale.parallel import checksum
@@ -267,7 +268,9 @@ def test_waiting_for_a_full_disk_ends(monkeypatch, stop_requests, waited_s, expe
     monkeypatch.setattr(loop, "time", fake_time)
     tries = []
     reporter = SimpleNamespace(
-        plan=SimpleNamespace(timeout_s=1800), run=SimpleNamespace(folder="run"), warn_on=lambda _: nullcontext()
+        plan=SimpleNamespace(options=Options(timeout_s=1800)),
+        run=SimpleNamespace(folder="run"),
+        warn_on=lambda _: nullcontext(),
     )
     problem = "No space left on device"
     checkpoints = SimpleNamespace(wait=lambda: None, is_saved=lambda step: False, newest=lambda: 12, problem=problem)
@@ -288,7 +291,8 @@ def test_a_nonfinite_update_is_skipped_on_every_device():
     call = compilation.compile_train_step(setup)
     with load_train_batches(setup, [range(1), range(1, 2)]) as batches:
         first, second = list(batches)
-    broken = setup.state._replace(params=jax.tree.map(lambda a: a.at[..., 0].set(jnp.nan), setup.state.params))
+    state = setup.init_state()
+    broken = state._replace(params=jax.tree.map(lambda a: a.at[..., 0].set(jnp.nan), state.params))
     before = jax.device_get(broken)
     after, metrics = call(broken, first.images, first.labels, np.int32(1))
     assert metrics.skipped.tolist() == [1]
@@ -298,6 +302,8 @@ def test_a_nonfinite_update_is_skipped_on_every_device():
             jax.tree.leaves(getattr(after, name)), jax.tree.leaves(getattr(before, name)), strict=True
         ):
             np.testing.assert_array_equal(ours, theirs)
-    state = jax.device_put(jax.tree.map(np.asarray, prepare(short_recipe, setup.plan.pod).state), after.step.sharding)
+    state = jax.device_put(
+        jax.tree.map(np.asarray, prepare(short_recipe, setup.plan.pod).init_state()), after.step.sharding
+    )
     after, metrics = call(state, second.images, second.labels, np.int32(1))
     assert metrics.skipped.tolist() == [0]

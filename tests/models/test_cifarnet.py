@@ -91,7 +91,7 @@ def load_states(folder, recipe):
     prepared = setup.prepare(recipe, make_torus())
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
         return jax.device_get(
-            (setup.fit_model(prepared).state, checkpoints.restore(checkpoints.newest(), prepared.state))
+            (setup.fit_model(prepared).init_state(), checkpoints.restore(checkpoints.newest(), prepared.init_state()))
         )
 
 
@@ -259,7 +259,7 @@ def test_whitening_fits_the_training_images_and_stays_while_its_bias_learns_at_f
 
 def load_state(folder, recipe, number):
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-        return jax.device_get(checkpoints.restore(number, setup.prepare(recipe, make_torus()).state))
+        return jax.device_get(checkpoints.restore(number, setup.prepare(recipe, make_torus()).init_state()))
 
 
 @pytest.mark.heavy
@@ -279,7 +279,7 @@ def test_calls_may_end_anywhere_around_the_update_after_which_the_first_layer_ha
     def train_by_calls_of(steps_per_call):
         options = Options(cache="device", steps_per_call=steps_per_call)
         prepared = setup.prepare(recipe, make_torus(), options)
-        call, state, biases = compilation.compile_train_step(prepared), setup.fit_model(prepared).state, []
+        call, state, biases = compilation.compile_train_step(prepared), setup.fit_model(prepared).init_state(), []
         calls = [range(a, a + steps_per_call) for a in range(0, 8, steps_per_call)]
         with setup.load_train_batches(prepared, calls) as batches:
             for batch in batches:

@@ -139,7 +139,7 @@ def test_optimizer_bytes_shrink_with_the_number_of_devices(name):
     recipe, nbytes = make_recipe(**{"optimizer.name": name}), {}
     for shape in ("1x1", "1x2", "2x4"):
         prepared = setup.prepare(recipe, pod.make_pod(jax.devices(), shape), Options(summation="sharded"))
-        leaves = jax.tree.leaves(prepared.state.optimizer)
+        leaves = jax.tree.leaves(prepared.init_state().optimizer)
         nbytes[shape] = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         assert prepared.plan.memory.optimizer <= nbytes[shape] < prepared.plan.memory.optimizer + 32 * len(leaves)
     assert nbytes["1x2"] < 0.51 * nbytes["1x1"]
@@ -175,13 +175,14 @@ def test_run_resumes_with_another_summation(torus_run, tmp_path, first, second):
 def test_non_finite_update_changes_no_part(tmp_path):
     """With weights that are NaN, nothing changes but the step counter."""
     prepared = setup.prepare(make_recipe(), pod.make_pod(jax.devices(), "2x2"), Options(summation="sharded"))
-    nan_params = jax.tree.map(lambda p: p * np.nan, prepared.state.params)
+    state = prepared.init_state()
+    nan_params = jax.tree.map(lambda p: p * np.nan, state.params)
     call = compilation.compile_train_step(prepared)
     batch = prepared.plan.batch_shape
-    before = jax.device_get(prepared.state.optimizer)
+    before = jax.device_get(state.optimizer)
     images, labels = np.zeros((*batch, 8, 8, 3), np.uint8), np.zeros(batch, np.int32)
     arrays = jax.device_put((images, labels), pod.make_batch_sharding(prepared.mesh, axis=2))
-    state, metrics = call(prepared.state._replace(params=nan_params), *arrays, np.int32(1))
+    state, metrics = call(state._replace(params=nan_params), *arrays, np.int32(1))
     assert float(metrics.skipped[0]) == 1
     assert int(state.step) == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.optimizer), before)
@@ -190,13 +191,12 @@ def test_non_finite_update_changes_no_part(tmp_path):
 @pytest.mark.heavy
 def test_replicas_are_compared_and_parts_are_not():
     prepared = setup.prepare(make_recipe(), pod.make_pod(jax.devices(), "2x2"), Options(summation="sharded"))
+    state = prepared.init_state()
     check = ReplicaCheck(prepared.mesh, every=1)
-    momentum = jax.tree.map(lambda x: x + jnp.arange(x.size).reshape(x.shape), prepared.state.optimizer)
-    check.check(1, prepared.state._replace(optimizer=momentum))
-    bias = prepared.state.params["layers"][4]["bias"]
+    momentum = jax.tree.map(lambda x: x + jnp.arange(x.size).reshape(x.shape), state.optimizer)
+    check.check(1, state._replace(optimizer=momentum))
+    bias = state.params["layers"][4]["bias"]
     copies = [jax.device_put(np.asarray(s.data) + (s.device.id == 3), s.device) for s in bias.addressable_shards]
-    prepared.state.params["layers"][4]["bias"] = jax.make_array_from_single_device_arrays(
-        bias.shape, bias.sharding, copies
-    )
+    state.params["layers"][4]["bias"] = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, copies)
     with pytest.raises(ReplicaMismatchError):
-        check.check(2, prepared.state)
+        check.check(2, state)

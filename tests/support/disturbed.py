@@ -124,7 +124,7 @@ class Training:
         """Return all arrays of the newest checkpoint."""
         setup = prepare(Run.load(self.folder).recipe, pod.make_pod(jax.devices(), self.shape))
         with Checkpoints(self.folder / "checkpoints", read_only=True) as checkpoints:
-            return jax.tree.leaves(jax.device_get(checkpoints.restore(checkpoints.newest(), setup.state)))
+            return jax.tree.leaves(jax.device_get(checkpoints.restore(checkpoints.newest(), setup.init_state())))
 
     def has_started_training(self) -> bool:
         """Whether the last session has done its first update."""

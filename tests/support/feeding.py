@@ -5,6 +5,7 @@ python feeding.py DATA OUT START STOP CACHES [COORDINATOR PROCESSES PROCESS]
 
 import sys
 import threading
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -29,7 +30,8 @@ def main(path, out, start, stop, caches, *process_group):
     uncached = setup.prepare(recipe, pod.find_pod(), Options(steps_per_call=1))
     arrays = {}
     for kind in caches.split(","):
-        prepared = setup.cache_images(uncached, Options(steps_per_call=1, cache=kind))
+        plan = replace(uncached.plan, options=replace(uncached.plan.options, cache=kind))
+        prepared = setup.cache_images(replace(uncached, plan=plan))
         calls = [call for call in prepared.plan.calls(int(start)) if call.stop <= int(stop)]
         arrays |= {f"{kind}/{name}": value for name, value in record_batches(prepared, calls).items()}
     np.savez(out, **arrays)

@@ -125,7 +125,7 @@ def read_state(folder):
     run = Run.load(folder)
     with jax.enable_x64(True), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         setup = prepare(run.recipe, pod.make_pod(jax.devices()[:1], "1x1"))
-        state = checkpoints.restore(checkpoints.newest(), setup.state)
+        state = checkpoints.restore(checkpoints.newest(), setup.init_state())
         return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
 
 

@@ -308,12 +308,12 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights
     recipe = recipes.load_recipe("digits").override({"model.width": 8, "model.init": str(source)})
     setup = prepare(recipe, pods.make_pod(jax.devices(), "1x1"))
     setup, weights = load_initial_weights(setup)
-    np.testing.assert_array_equal(setup.state.params["layers"][0]["conv"]["kernel"], arrays["layers.0.conv.kernel"])
+    np.testing.assert_array_equal(setup.weights.params["layers"][0]["conv"]["kernel"], arrays["layers.0.conv.kernel"])
     with Checkpoints(tmp_path / "none") as empty:  # as if there had been checkpoints, but none of them whole
         fresh = prepare(recipe, pods.make_pod(jax.devices(), "1x1"))
         again, step = loop._resume(fresh, empty, Console(quiet=True), loop.Permissions((), True), initialized=False)
     assert step == 0
-    np.testing.assert_array_equal(again.state.params["layers"][4]["kernel"], arrays["layers.4.kernel"])
+    np.testing.assert_array_equal(again.params["layers"][4]["kernel"], arrays["layers.4.kernel"])
     folder = tmp_path / "run"
     Run.create(folder, recipe, setup.plan.to_dict(), setup.data.classes)
     (folder / "init.json").write_text(json.dumps(weights.to_dict() | {"digest": "0" * 16}))

@@ -67,7 +67,7 @@ def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xl
     options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, payload=payload)
     setup = prepare(recipe, pod.make_pod(jax.devices(), shape), options)
     call = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh)
-    state, losses = setup.state, []
+    state, losses = setup.init_state(), []
     with loader.load_train_batches(
         setup.data.train, setup.plan, setup.plan.calls(), make_batch_sharding(setup.mesh, axis=2)
     ) as batches:
@@ -180,7 +180,10 @@ def test_replicas_hold_the_same_bits_after_training():
     setup = prepare(
         make_small_recipe(), pod.make_pod(jax.devices(), "2x2"), Options(summation="torus", payload="bfloat16")
     )
-    call, state = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh), setup.state
+    call, state = (
+        step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh),
+        setup.init_state(),
+    )
     with loader.load_train_batches(
         setup.data.train, setup.plan, setup.plan.calls(), make_batch_sharding(setup.mesh, axis=2)
     ) as batches:
@@ -199,11 +202,9 @@ def test_every_evaluation_example_counts_once_on_every_pod(shape):
     size = 72 if shape == "3x3" else 64
     recipe = make_small_recipe(**{"batch.size": size, "batch.span": 8 if size == 72 else 16})
     setup = prepare(recipe, pod.make_pod(jax.devices(), shape), Options(eval_images=7))
-    result = evaluate.Evaluator(setup)(setup.state)
+    result = evaluate.Evaluator(setup)(setup.init_state())
     pixels = loader.load_eval_images(setup.data.val, range(len(setup.data.val)), recipe)
-    logits = setup.net.evaluate(
-        *jax.device_get((setup.state.params, setup.state.stats)), augment.normalize(recipe, jnp.asarray(pixels))
-    )
+    logits = setup.net.evaluate(*setup.weights, augment.normalize(recipe, jnp.asarray(pixels)))
     expected = int((np.asarray(logits).argmax(-1) == setup.data.val.labels).sum())
     ranks = (np.asarray(logits) > np.take_along_axis(np.asarray(logits), setup.data.val.labels[:, None], 1)).sum(-1)
     assert result["examples"] == 360
@@ -247,9 +248,9 @@ def test_further_views_of_unsure_images_give_the_same_predictions_on_every_pod(s
     recipe = make_small_recipe(**changes)
     setup = prepare(recipe, pod.make_pod(jax.devices(), shape), Options(eval_images=37))
     evaluator = evaluate.Evaluator(setup)
-    evaluator(setup.state)
+    evaluator(setup.init_state())
     images = jnp.asarray(loader.load_eval_images(setup.data.val, range(len(setup.data.val)), recipe))
-    params, stats = jax.device_get((setup.state.params, setup.state.stats))
+    params, stats = setup.weights
     first = jax.nn.softmax(setup.net.evaluate(params, stats, augment.normalize(recipe, images))).max(-1)
     assert 0 < (first < threshold).sum() < len(images)
     expected = jax.nn.softmax(views.average_views(setup.net, recipe, params, stats, images))

@@ -50,7 +50,7 @@ def read_state(folder, shape="2x2"):
     """Return the state in the newest checkpoint."""
     setup = prepare(Run.load(folder).recipe, make_torus(shape))
     with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
-        return jax.device_get(checkpoints.restore(checkpoints.newest(), setup.state))
+        return jax.device_get(checkpoints.restore(checkpoints.newest(), setup.init_state()))
 
 
 def read_losses(folder):
@@ -121,7 +121,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed, recipe):
 
 @pytest.mark.heavy
 def test_a_checkpoint_of_another_model_is_refused_by_the_first_array_that_differs(undisturbed, recipe):
-    wider = prepare(recipes.override_recipe(recipe, {"model.width": 16}), make_torus()).state
+    wider = prepare(recipes.override_recipe(recipe, {"model.width": 16}), make_torus()).init_state()
     with (
         Checkpoints(undisturbed[0] / "checkpoints", read_only=True) as checkpoints,
         pytest.raises(UserError, match=r"params/layers/0/conv/kernel has shape \(3, 3, 3, 8\), wanted \(3, 3, 3, 16\)"),

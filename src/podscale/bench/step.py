@@ -12,7 +12,7 @@ import numpy as np
 from podscale import recipe as recipes
 from podscale.bench.doctor import rates
 from podscale.bench.profile import budget, trace
-from podscale.bench.profile.program import Program
+from podscale.bench.profile.program import Program as DeviceProgram
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.plan import Counts
@@ -20,7 +20,8 @@ from podscale.pod import Pod, make_batch_sharding
 from podscale.processes.group import broadcast_int
 from podscale.recipe import Recipe
 from podscale.training.compilation import compile_eval_step, compile_train_step
-from podscale.training.setup import Setup, assemble
+from podscale.training.program import Program
+from podscale.training.setup import resolve
 
 SECONDS_PER_REPEAT = 1.0
 PROFILED_CALLS = 3
@@ -42,47 +43,49 @@ def measure_step(
         profile: whether to add where the time of an update goes on the device, by kind of work.
     """
     start = time.perf_counter()
-    setup = _make_setup(recipe, pod, options, images, repeats)
-    call, state, batch = compile_train_step(setup), setup.state, _make_batch(setup)
+    program = _make_program(recipe, pod, options, images, repeats)
+    call, state, batch = compile_train_step(program), program.init_state(), _make_batch(program)
 
     def update() -> Any:
         nonlocal state
         state, _ = call(state, *batch)
         return state
 
-    result = _measure_calls(update, setup.plan.steps_per_call, setup, repeats, start)
-    return result | ({"budget": _measure_budget(state, batch, setup)} if profile else {})
+    result = _measure_calls(update, program.plan.steps_per_call, program, repeats, start)
+    return result | ({"budget": _measure_budget(state, batch, program)} if profile else {})
 
 
 def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5) -> dict[str, Any]:
     """Measure the evaluation step as `measure_step` measures the training step."""
     start = time.perf_counter()
     options = replace(options, eval_images=images or recipe.batch.size // pod.size)
-    setup = _make_setup(recipe, pod, options, images, repeats)
-    call, (params, stats, *arrays, counts) = compile_eval_step(setup)
+    program = _make_program(recipe, pod, options, images, repeats)
+    call, (_, _, *arrays, counts) = compile_eval_step(program)
+    state = program.init_state()
     batch = [
-        _make_random_array(array, 256 if array.dtype == np.uint8 else setup.plan.counts.classes) for array in arrays
+        _make_random_array(array, 256 if array.dtype == np.uint8 else program.plan.counts.classes) for array in arrays
     ]
 
     def evaluate() -> Any:
         nonlocal counts
-        counts, _ = call(params, stats, *batch, counts)
+        counts, _ = call(state.params, state.stats, *batch, counts)
         return counts
 
-    return _measure_calls(evaluate, 1, setup, repeats, start)
+    return _measure_calls(evaluate, 1, program, repeats, start)
 
 
-def _make_setup(recipe: Recipe, pod: Pod, options: Options, images: int, repeats: int) -> Setup:
+def _make_program(recipe: Recipe, pod: Pod, options: Options, images: int, repeats: int) -> Program:
     if repeats < 1:
         raise UserError(f"--repeats must be at least 1, not {repeats}")
     if images:
         size = images * pod.size
         span = recipe.batch.span if size % recipe.batch.span == 0 else size
         recipe = recipes.override_recipe(recipe, {"batch.size": size, "batch.span": span, "data.lanes": 1})
-    return assemble(recipe, pod, _get_counts(recipe), options)
+    options = replace(options, cache="none")  # random images are on the devices anyway
+    return resolve(recipe, pod, _get_counts(recipe), options)
 
 
-def _measure_calls(work: Callable[[], Any], steps: int, setup: Setup, repeats: int, start: float) -> dict[str, Any]:
+def _measure_calls(work: Callable[[], Any], steps: int, program: Program, repeats: int, start: float) -> dict[str, Any]:
     """Time calls of `work`, each of so many `steps`; `start` is when compiling started."""
     jax.block_until_ready(work())
     compile_s = time.perf_counter() - start
@@ -98,9 +101,9 @@ def _measure_calls(work: Callable[[], Any], steps: int, setup: Setup, repeats: i
             calls = max(2, broadcast_int(round(SECONDS_PER_REPEAT / spent)))
         else:
             times.append(spent / (calls * steps))
-    median, pod, size = statistics.median(times), setup.plan.pod, setup.recipe.batch.size
+    median, pod, size = statistics.median(times), program.plan.pod, program.plan.recipe.batch.size
     return {
-        "recipe": setup.recipe.name,
+        "recipe": program.plan.recipe.name,
         "devices": f"{pod.size} x {pod.kind}",
         "images_per_device": size // pod.size,
         "step_ms": median * 1e3,
@@ -111,11 +114,11 @@ def _measure_calls(work: Callable[[], Any], steps: int, setup: Setup, repeats: i
     }
 
 
-def _measure_budget(state: Any, batch: tuple[Any, ...], setup: Setup) -> dict[str, Any]:
+def _measure_budget(state: Any, batch: tuple[Any, ...], program: Program) -> dict[str, Any]:
     """Measure where the time of an update goes; the machine's ceilings are measured first."""
-    ceiling_rates = rates.measure_device(setup.plan.pod)
-    device = next(d for d in setup.plan.pod.devices if d.process_index == jax.process_index())
-    call = compile_train_step(setup, options=NAMED_KERNELS if device.platform == "gpu" else None)
+    ceiling_rates = rates.measure_device(program.plan.pod)
+    device = next(d for d in program.plan.pod.devices if d.process_index == jax.process_index())
+    call = compile_train_step(program, options=NAMED_KERNELS if device.platform == "gpu" else None)
     state, _ = call(state, *batch)
     jax.block_until_ready(state)
 
@@ -128,7 +131,7 @@ def _measure_budget(state: Any, batch: tuple[Any, ...], setup: Setup) -> dict[st
     activity = trace.profile_device(work, device)
     ceilings = budget.Ceilings(ceiling_rates["copy_bytes_per_s"], ceiling_rates["matrix_flops_per_s"])
     result = budget.compute_budget(
-        Program(call.as_text()), activity, PROFILED_CALLS * setup.plan.steps_per_call, ceilings
+        DeviceProgram(call.as_text()), activity, PROFILED_CALLS * program.plan.steps_per_call, ceilings
     )
     return result | {"copy_bytes_per_s": ceilings.bytes_per_s, "matrix_flops_per_s": ceilings.flops_per_s}
 
@@ -139,19 +142,19 @@ def _get_counts(recipe: Recipe) -> Counts:
     return Counts(data.train_samples or 1_281_167, data.val_samples or 50_000, data.classes or 1000)
 
 
-def _make_batch(setup: Setup) -> tuple[Any, ...]:
+def _make_batch(program: Program) -> tuple[Any, ...]:
     """Return the arguments of one call: random images and labels on the devices, and the number of updates."""
     size, shape, sharding = (
-        setup.recipe.data.image_size,
-        setup.plan.batch_shape,
-        make_batch_sharding(setup.mesh, axis=2),
+        program.plan.recipe.data.image_size,
+        program.plan.batch_shape,
+        make_batch_sharding(program.mesh, axis=2),
     )
     images = jax.ShapeDtypeStruct((*shape, size, size, 3), np.uint8, sharding=sharding)
     labels = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     return (
         _make_random_array(images, 256),
-        _make_random_array(labels, setup.plan.counts.classes),
-        np.int32(setup.plan.steps_per_call),
+        _make_random_array(labels, program.plan.counts.classes),
+        np.int32(program.plan.steps_per_call),
     )
 
 

@@ -19,7 +19,7 @@ from podscale.training import step as steps
 from podscale.training import trained as trained_models
 from podscale.training.checkpoint import Checkpoints
 from podscale.training.evaluate import Evaluator
-from podscale.training.setup import prepare, restore_state
+from podscale.training.setup import prepare
 
 T = TypeVar("T")
 TOP = 5  # classes of a prediction
@@ -65,13 +65,13 @@ def evaluate(
     pod = pod or find_pod()
     # Evaluation does not depend on the batch, so the plan gets one that fits any number of devices.
     fitting = run.recipe.override({"batch.size": EVAL_IMAGES * pod.size, "batch.span": EVAL_IMAGES, "data.lanes": 1})
-    setup = prepare(fitting, pod, options, model)
-    if setup.data.classes != run.classes():
+    program = prepare(fitting, pod, options, model)
+    if program.data.classes != run.classes():
         raise UserError(f"{run.recipe.data.path} has other classes than {run.folder} was trained on")
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         step = trained_models.choose_step(run, checkpoints, which)
-        state = restore_state(setup, partial(checkpoints.restore, step))
-    evaluator = Evaluator(setup)
+        state = program.restore_state(partial(checkpoints.restore, step))
+    evaluator = Evaluator(program)
     result = evaluator(state)
     return {**result, "unreadable": evaluator.unreadable_images, "checkpoint": step, "run": str(run.folder)}
 

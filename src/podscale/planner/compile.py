@@ -12,17 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from podscale.errors import UserError
-from podscale.models import registry
-from podscale.models.functional import make_functional
-from podscale.optim import schedules
-from podscale.parallel.state_layout import StateLayout
 from podscale.plan import Plan
 from podscale.planner import described_devices
 from podscale.training import step as steps
+from podscale.training.compilation import make_train_call
+from podscale.training.setup import describe_program
 
 
 @dataclass(frozen=True)
@@ -93,23 +89,11 @@ def _compile_program(plan: Plan) -> Any:
         raise UserError(f"the compiler refuses this plan for {plan.pod.kind}:{plan.pod.shape}: {reason}") from None
 
 
-def _lower_program(plan: Plan) -> Any:
+def _lower_program(plan: Plan) -> jax.stages.Lowered:
     """Lower the plan's training call from shapes alone."""
-    recipe = plan.recipe
-    net, params, stats = make_functional(
-        nnx.eval_shape(lambda: registry.build_model(recipe.model, plan.counts.classes, recipe.data.image_size)),
-        recipe.model.freeze,
-    )
-    schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
-    optimizer = steps.make_plan_optimizer(net, plan, schedule)
-    mesh = plan.pod.mesh(plan.tile)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    state = jax.eval_shape(lambda p, s: steps.init_state(recipe, p, s, optimizer), params, stats)
-    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), state)
-    layout = StateLayout(plan.summation, mesh, optimizer, params)
-    state = state._replace(optimizer=layout.describe(state.optimizer))
-    batch = steps.describe_call_arguments(plan, mesh)
-    return steps.make_train_call(net, plan, optimizer, schedule, mesh).lower(state, *batch)
+    program = describe_program(plan)
+    batch = steps.describe_call_arguments(plan, program.mesh)
+    return make_train_call(program).lower(program.describe_state(), *batch)
 
 
 # --- reading the program -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from podscale.config.options import Options
 from podscale.errors import UserError
-from podscale.forecast import chips, choice, model
+from podscale.forecast import chips, model
 from podscale.forecast.compute import Work, count_work
 from podscale.plan import Plan
 from podscale.planner import compile, described_devices, plot, published, search
@@ -35,9 +35,6 @@ def plan_on_pod(recipe: Recipe, pod: Pod, options: Options, compiles: bool = Tru
     """
     plan = setup.plan_recipe(recipe, pod, options)
     work = count_work(recipe, plan.counts.classes)
-    summation = choice.choose_summation(options, pod, work.parameters)
-    if summation.predicted:
-        plan = setup.plan_recipe(recipe, pod, summation.options)
     rows, values = plan.rows(), plan.to_dict() | {"recipe": recipe.name}
     if chips.find_chip(pod.kind) is not None:
         forecast = model.make_forecast(plan, work)

@@ -25,7 +25,8 @@ from podscale.pod import Pod
 from podscale.processes.host import count_usable_cores
 from podscale.recipe import Recipe
 from podscale.training.checkpoint import Checkpoints
-from podscale.training.setup import Setup, prepare
+from podscale.training.program import Program
+from podscale.training.setup import prepare
 
 T = TypeVar("T")
 Report = Callable[[str], object]
@@ -53,12 +54,12 @@ def rehearse(
     if images < 0:
         raise UserError(f"--images must be 0 or more, not {images}")
     report("opening the data set")
-    opening_s, setup = _time_call(lambda: prepare(recipe, pod, options))
-    plan = setup.plan
+    opening_s, program = _time_call(lambda: prepare(recipe, pod, options))
+    plan = program.plan
     report("drawing every step's samples")
-    order_s, order = _time_call(lambda: _check_order(setup))
+    order_s, order = _time_call(lambda: _check_order(program))
     report("decoding the first images")
-    decoding_s, bad = _time_call(lambda: _decode_images(setup, images))
+    decoding_s, bad = _time_call(lambda: _decode_images(program, images))
     report("writing a checkpoint")
     evals = plan.eval_steps()
     return {
@@ -72,12 +73,12 @@ def rehearse(
         "steps_per_epoch": plan.steps_per_epoch,
         "opening_s": opening_s,
         "order": order | {"seconds": order_s, "seconds_per_epoch": order_s / recipe.train.epochs},
-        "learning_rate": _sample_learning_rate(setup),
+        "learning_rate": _sample_learning_rate(program),
         "evaluations": len(evals),
         "evaluated_after": evals,
         "examples_evaluated": len(evals) * plan.counts.val,
         "checkpoints": len(plan.save_points()),
-        "checkpoint": _try_checkpoint(setup),
+        "checkpoint": _try_checkpoint(program),
         "decoded": {"pictures": images, "seconds": decoding_s, "unreadable": bad},
     }
 
@@ -91,22 +92,22 @@ def _time_call(work: Callable[[], T]) -> tuple[float, T]:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _check_order(setup: Setup) -> dict[str, Any]:
+def _check_order(program: Program) -> dict[str, Any]:
     """Count the samples of all steps: each must occur once in each pass over its lane, and never twice."""
-    recipe, samples = setup.recipe, setup.plan.counts.train
+    recipe, samples = program.plan.recipe, program.plan.counts.train
     order = Order(samples, recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     steps_per_chunk = max(1, POSITIONS_PER_CHUNK // recipe.batch.size)
     occurrences: dict[int, NDArray[np.int32]] = {}  # by pass: how often each sample occurred
-    result = {"drawn": setup.plan.steps * recipe.batch.size, "whole_passes": 0, "drawn_twice": 0}
-    for start in range(0, setup.plan.steps, steps_per_chunk):
-        steps = np.arange(start, min(start + steps_per_chunk, setup.plan.steps))
+    result = {"drawn": program.plan.steps * recipe.batch.size, "whole_passes": 0, "drawn_twice": 0}
+    for start in range(0, program.plan.steps, steps_per_chunk):
+        steps = np.arange(start, min(start + steps_per_chunk, program.plan.steps))
         sampled, passes = (
             part.ravel() for part in order.get_samples(steps[:, None], np.arange(recipe.batch.size)[None])
         )
         for number in np.unique(passes).tolist():
             counts = occurrences.setdefault(number, np.zeros(samples, np.int32))
             counts += np.bincount(sampled[passes == number], minlength=samples).astype(np.int32)
-        last = start + steps_per_chunk >= setup.plan.steps
+        last = start + steps_per_chunk >= program.plan.steps
         for number in [number for number in occurrences if last or number < passes.min()]:
             counts = occurrences.pop(number)
             result["whole_passes"] += int((counts == 1).all())
@@ -114,10 +115,10 @@ def _check_order(setup: Setup) -> dict[str, Any]:
     return result
 
 
-def _sample_learning_rate(setup: Setup) -> dict[str, Any]:
+def _sample_learning_rate(program: Program) -> dict[str, Any]:
     """Return the learning rate's peak, its last value, and some points (step, rate)."""
-    steps = np.arange(setup.plan.steps)
-    rates = np.asarray(jax.vmap(setup.schedule)(steps))
+    steps = np.arange(program.plan.steps)
+    rates = np.asarray(jax.vmap(program.schedule)(steps))
     sampled_steps = np.unique(np.linspace(0, len(steps) - 1, RATE_POINTS).astype(int))
     highest = int(rates.argmax())
     return {
@@ -129,9 +130,9 @@ def _sample_learning_rate(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _decode_images(setup: Setup, images: int) -> list[str]:
+def _decode_images(program: Program, images: int) -> list[str]:
     """Load and crop the first images of the first step as training would; return why some cannot be read."""
-    recipe, index = setup.recipe, setup.data.train
+    recipe, index = program.plan.recipe, program.data.train
     count = min(images, recipe.batch.size)
     if not count:
         return []
@@ -148,19 +149,20 @@ def _decode_images(setup: Setup, images: int) -> list[str]:
     return [reason for _, reason in bad]
 
 
-def _try_checkpoint(setup: Setup) -> dict[str, Any]:
+def _try_checkpoint(program: Program) -> dict[str, Any]:
     """Write a checkpoint of full size, read it back, and delete it; return its bytes and the seconds of both."""
     with (
         tempfile.TemporaryDirectory(prefix="podscale-rehearsal-") as folder,
         Checkpoints(Path(folder) / "checkpoints") as checkpoints,
     ):
+        state = program.to_checkpoint(program.init_state())
 
         def save() -> None:
-            checkpoints.save(0, setup.state)
+            checkpoints.save(0, state)
             checkpoints.wait()
 
         saving_s, _ = _time_call(save)
-        reading_s, _ = _time_call(lambda: jax.block_until_ready(checkpoints.restore(0, setup.state)))
+        reading_s, _ = _time_call(lambda: jax.block_until_ready(checkpoints.restore(0, state)))
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     return {"bytes": size, "saving_s": saving_s, "reading_s": reading_s}
 

@@ -1,6 +1,6 @@
 """Compile the training and evaluation steps, and cache the compiled programs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,22 @@ from podscale.plan import Plan
 from podscale.processes import heartbeat
 from podscale.runs.folder import Run
 from podscale.training import step as steps
-from podscale.training.setup import Setup
+from podscale.training.program import Program
+
+CompilerOptions = dict[str, Any]
 
 
-def compile_train_step(setup: Setup, run: Run | None = None, options: dict[str, Any] | None = None) -> Any:
+def make_train_call(program: Program, *, takes_seed: bool = False) -> jax.stages.Wrapped:
+    """Return the jitted train call of a program; see `step.make_train_call`."""
+    parts = program.net, program.plan, program.optimizer, program.schedule, program.mesh
+    return steps.make_train_call(*parts, takes_seed=takes_seed)
+
+
+def compile_train_step(program: Program, run: Run | None = None, options: CompilerOptions | None = None) -> Any:
     """Return the train call, compiled ahead of its first use so that the ledger books the time as compilation.
 
     Args:
-        setup: what to compile.
+        program: what to compile.
         run: where deterministic GPU programs are stored.
         options: compiler options in addition to the plan's.
 
@@ -31,30 +39,31 @@ def compile_train_step(setup: Setup, run: Run | None = None, options: dict[str, 
         A function (state, images, labels, count) -> (state, metrics); see `step.make_train_call`. It already holds the
         arrays that stay on the devices.
     """
-    plan = setup.plan
-    residents = plan.input.place_residents(setup.data.train.images, setup.mesh)
-    call = steps.make_train_call(setup.net, plan, setup.optimizer, setup.schedule, setup.mesh)
-    batch = steps.describe_call_arguments(plan, setup.mesh)[:3]
-    program = compile_program(call.lower(setup.state, *batch, *residents), plan, run, options)
-    return _warm_up(setup, lambda *batch: program(*batch, *residents), *batch) if residents else program
+    plan, state = program.plan, program.describe_state()
+    residents = plan.input.place_residents(program.data.train.images, program.mesh)
+    batch = steps.describe_call_arguments(plan, program.mesh)[:3]
+    compiled = compile_program(make_train_call(program).lower(state, *batch, *residents), plan, run, options)
+    if not residents:
+        return compiled
 
+    def call(*arguments: Any) -> Any:
+        return compiled(*arguments, *residents)
 
-def _warm_up(setup: Setup, call: Callable[..., Any], picks: Any, labels: Any, _: Any) -> Callable[..., Any]:
-    """Run the call once on zeros and return it: what a device loads at first use is no part of training."""
-    jax.block_until_ready(call(*zeros_like((setup.state, picks, labels)), np.int32(1)))
+    # Run once on zeros: what a device loads at first use is no part of training.
+    jax.block_until_ready(call(*zeros_like((state, *batch[:2])), np.int32(1)))
     return call
 
 
-def compile_eval_step(setup: Setup, run: Run | None = None) -> tuple[Any, tuple[Any, ...]]:
+def compile_eval_step(program: Program, run: Run | None = None) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
     """Return the compiled evaluation of one batch (`plan.eval_images` per device), and its arguments as shapes."""
-    size, count = setup.recipe.data.image_size, setup.plan.eval_images * setup.plan.pod.size
-    sharding = pods.make_batch_sharding(setup.mesh)
+    size, count = program.plan.recipe.data.image_size, program.plan.eval_images * program.plan.pod.size
+    sharding, state = pods.make_batch_sharding(program.mesh), program.describe_state()
     images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=sharding)
     labels = jax.ShapeDtypeStruct((count,), np.int32, sharding=sharding)
-    counts = placement.replicate(steps.zero_counts(), setup.mesh)
-    arguments = setup.state.params, setup.state.stats, images, labels, counts
-    lowered = steps.make_eval_call(setup.net, setup.plan, setup.mesh).lower(*arguments)
-    return compile_program(lowered, setup.plan, run), arguments
+    counts = placement.replicate(steps.zero_counts(), program.mesh)
+    arguments = state.params, state.stats, images, labels, counts
+    lowered = steps.make_eval_call(program.net, program.plan, program.mesh).lower(*arguments)
+    return compile_program(lowered, program.plan, run), arguments
 
 
 def zeros_like(tree: Any) -> Any:
@@ -62,7 +71,9 @@ def zeros_like(tree: Any) -> Any:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), tree)
 
 
-def compile_program(lowered: Any, plan: Plan, run: Run | None, options: dict[str, Any] | None = None) -> Any:
+def compile_program(
+    lowered: jax.stages.Lowered, plan: Plan, run: Run | None, options: CompilerOptions | None = None
+) -> jax.stages.Compiled:
     """Compile a lowered program. A deterministic plan on GPUs gets the same program that the run started with.
 
     GPU programs differ from one compilation to the next in the algorithms that happened to be fastest when they were
@@ -70,7 +81,7 @@ def compile_program(lowered: Any, plan: Plan, run: Run | None, options: dict[str
     each time are not tried at all.
     """
     if plan.options.deterministic and jax.default_backend() == "gpu":
-        deterministic = {"xla_gpu_exclude_nondeterministic_ops": True} | (options or {})
+        deterministic: CompilerOptions = {"xla_gpu_exclude_nondeterministic_ops": True} | (options or {})
         with cache_programs_in(run.programs) if run else nullcontext():
             program = lowered.compile(deterministic)
     else:

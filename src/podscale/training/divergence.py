@@ -27,7 +27,7 @@ from podscale.runs.folder import Run
 from podscale.storage.files import to_json, write_atomically
 from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints
 from podscale.training.nonfinite import DivergenceError
-from podscale.training.setup import Setup
+from podscale.training.program import Program
 
 SKIPPED_BATCHES = "left-out.json"
 BUNDLE = "diverged"
@@ -58,14 +58,14 @@ def count_checkpoints_to_keep(plan: Plan) -> int:
     return max(plan.options.keep, within + 1)
 
 
-def handle_divergence(error: DivergenceError, setup: Setup, run: Run, checkpoints: Checkpoints) -> Exception:
+def handle_divergence(error: DivergenceError, program: Program, run: Run, checkpoints: Checkpoints) -> Exception:
     """Roll the run back the first time, write the bundle the second time. Returns the exception to raise."""
-    limit, skipped = setup.recipe.train.bad_updates, read_skipped_batches(run.folder)
+    limit, skipped = program.plan.recipe.train.bad_updates, read_skipped_batches(run.folder)
     steps = range(max(error.first - limit, 0), error.first + limit)
     batches = map_steps_to_batches(np.array(steps), skipped)
     problem = f"loss or gradient were non-finite for {limit} updates in a row after step {error.first:,}"
     if len(skipped) >= MAX_ROLLBACKS:
-        group.run_on_main_process(lambda: _write_bundle(problem, steps, batches, error.state, setup, run))
+        group.run_on_main_process(lambda: _write_bundle(problem, steps, batches, error.state, program, run))
         content = "has the batches, statistics, recipe, and how to repeat it"
         return DivergedError(f"{problem}, and not for the first time; {run.folder / BUNDLE} {content}")
     with suppress(CheckpointNotSavedError):  # that checkpoint would be too new to roll back to
@@ -84,13 +84,13 @@ def handle_divergence(error: DivergenceError, setup: Setup, run: Run, checkpoint
 # --- the bundle ------------------------------------------------------------------------------------------------------
 
 
-def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: Any, setup: Setup, run: Run) -> None:
+def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: Any, program: Program, run: Run) -> None:
     """Write a folder with what is needed to look into it: samples, statistics, recipe, and how to repeat it."""
     folder = run.folder / BUNDLE
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    recipe = setup.recipe
-    order = Order(len(setup.data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    recipe = program.plan.recipe
+    order = Order(len(program.data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
     samples = order.get_samples(batches[:, None], np.arange(recipe.batch.size))[0]
     lines = [
         {"step": step, "batch": int(batch), "samples": ids.tolist()}

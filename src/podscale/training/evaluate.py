@@ -11,7 +11,7 @@ from podscale.parallel import placement
 from podscale.runs.folder import Run
 from podscale.training import step as steps
 from podscale.training.compilation import compile_eval_step, zeros_like
-from podscale.training.setup import Setup
+from podscale.training.program import Program
 from podscale.training.step import State
 
 
@@ -23,24 +23,24 @@ class Evaluator:
         predictions: of the last evaluation, float32 [examples, 3]; `step.make_eval_call` says which columns.
     """
 
-    def __init__(self, setup: Setup, run: Run | None = None) -> None:
-        self._setup = setup
+    def __init__(self, program: Program, run: Run | None = None) -> None:
+        self._program = program
         self.unreadable_images: list[str] = []
         self.predictions = np.zeros((0, 3), np.float32)
-        self._call, arguments = compile_eval_step(setup, run)
+        self._call, arguments = compile_eval_step(program, run)
         self._resident: list[prefetch.Batch] = []  # all batches, where the images live on the devices
-        if setup.plan.input.is_resident:
+        if program.plan.input.is_resident:
             with self._load_batches() as batches:
                 self._resident = list(batches)
-            jax.block_until_ready(self._call(*zeros_like(arguments)))  # as in `compilation._warm_up`
+            jax.block_until_ready(self._call(*zeros_like(arguments)))  # as in `compilation.compile_train_step`
 
     def __call__(self, state: State) -> dict[str, float]:
         """Return accuracy, top-5 accuracy and mean loss over all validation examples.
 
         Uses the averaged weights if the recipe has an average.
         """
-        setup, weights = self._setup, state.average or {"params": state.params, "stats": state.stats}
-        counts, predictions = placement.replicate(steps.zero_counts(), setup.mesh), []
+        program, weights = self._program, state.average or {"params": state.params, "stats": state.stats}
+        counts, predictions = placement.replicate(steps.zero_counts(), program.mesh), []
         with self._load_batches() if not self._resident else nullcontext(self._resident) as batches:
             for batch in batches:
                 counts, predicted = self._call(weights["params"], weights["stats"], batch.images, batch.labels, counts)
@@ -48,7 +48,7 @@ class Evaluator:
             self.unreadable_images = batches.bad_images.pop_messages() if isinstance(batches, prefetch.Batches) else []
         totals = jax.device_get(counts)
         gathered = np.concatenate([placement.gather_to_host(predicted) for predicted in predictions])
-        self.predictions = gathered[: len(setup.data.val)]  # without padding
+        self.predictions = gathered[: len(program.data.val)]  # without padding
         examples = int(totals.examples)
         return {
             "accuracy": int(totals.correct) / examples,
@@ -58,5 +58,5 @@ class Evaluator:
         }
 
     def _load_batches(self) -> prefetch.Batches:
-        data, plan, sharding = self._setup.data, self._setup.plan, pods.make_batch_sharding(self._setup.mesh)
-        return loader.load_eval_batches(data.val, self._setup.recipe, sharding, plan.eval_images)
+        plan, sharding = self._program.plan, pods.make_batch_sharding(self._program.mesh)
+        return loader.load_eval_batches(self._program.data.val, plan.recipe, sharding, plan.eval_images)

@@ -60,19 +60,12 @@ from podscale.training.initial_weights import InitialWeights
 from podscale.training.nonfinite import DivergenceError
 from podscale.training.out_of_memory import explain_out_of_memory
 from podscale.training.preemption import StopRequest
+from podscale.training.program import Program
 from podscale.training.replicas import ReplicaCheck, ReplicaMismatchError
 from podscale.training.reporters import trackers
 from podscale.training.reporters.reporter import Reporter
-from podscale.training.setup import (
-    Setup,
-    cache_images,
-    describe_input,
-    initialize,
-    load_train_batches,
-    prepare,
-    restore_state,
-    to_checkpoint,
-)
+from podscale.training.setup import cache_images, describe_input, initialize, load_train_batches, prepare
+from podscale.training.step import State
 
 RETRY_S = 2.0  # between attempts to save the last state
 MAX_WAIT_S = 1800.0  # for disk space at the end, where plan.timeout_s is 0
@@ -179,40 +172,39 @@ def _run_session(
         console = console if group.is_main_process() else Console(quiet=True)
         options = choice.reuse_choice(options, pod, Run.read_plan(folder))
         with show_progress(console, "indexing") as progress:
-            setup = prepare(recipe, pod, options, model, progress)
-        setup = cache_images(setup, options)
+            program = cache_images(prepare(recipe, pod, options, model, progress))
         is_new = not _has_checkpoints(Run(folder, recipe), permissions)
-        setup, weights = initialize(setup) if is_new else (setup, None)
-        facts, lock = describe_input(setup), FolderLock(folder)
+        program, weights = initialize(program) if is_new else (program, None)
+        facts, lock = describe_input(program), FolderLock(folder)
         start_clock.mark("model")
-        run = _open_run(setup, weights, lock, facts, folder, permissions.changes)
+        run = _open_run(program, weights, lock, facts, folder, permissions.changes)
         start_clock.mark("folder")
-    plan = setup.plan
-    console.print(make_table("plan", [*plan.rows(), *choice.format_rows(setup.choice), *_describe_decoding(facts)]))
+    plan = program.plan
+    console.print(make_table("plan", [*plan.rows(), *choice.format_rows(program.choice), *_describe_decoding(facts)]))
     if weights:
         console.print(weights.describe(), highlight=False, markup=False)
     with lock, Checkpoints(run.checkpoints, count_checkpoints_to_keep(plan), about=facts) as checkpoints:
         with ledger.measure("restore"):
-            setup, start = _resume(setup, checkpoints, console, permissions, initialized=is_new)
-        reporter = Reporter(run, plan, ledger, console, start, until, _forecast_step(setup), *listeners)
+            state, start = _resume(program, checkpoints, console, permissions, initialized=is_new)
+        reporter = Reporter(run, plan, ledger, console, start, until, _forecast_step(program), *listeners)
         if start >= plan.steps or reporter.is_target_reached():
             excess = f": after step {start:,}, and the recipe has {plan.steps:,}" if start > plan.steps else ""
             console.print(f"{run.folder} has already come to its end{excess}", highlight=False, markup=False)
             return reporter.load_past_summary()
         try:
             with StopRequest() as stop, heartbeat.fail_together(*SHARED_ERRORS):
-                return _run_loop(start, setup, checkpoints, reporter, stop)
+                return _run_loop(program, state, start, checkpoints, reporter, stop)
         except LastCheckpointNotSavedError as error:
             error.summary |= reporter.write_summary(error.step)
             raise
         except DivergenceError as error:
-            raise handle_divergence(error, setup, run, checkpoints) from None
+            raise handle_divergence(error, program, run, checkpoints) from None
         finally:
             reporter.close()
 
 
 def _run_loop(
-    start: int, setup: Setup, checkpoints: Checkpoints, reporter: Reporter, stop: StopRequest
+    program: Program, state: State, start: int, checkpoints: Checkpoints, reporter: Reporter, stop: StopRequest
 ) -> dict[str, Any]:
     """Load, update, report, evaluate, save: from step `start` to the end of the plan, a target, or a request to stop.
 
@@ -224,12 +216,12 @@ def _run_loop(
         ReplicaMismatchError: devices no longer hold the same state.
         DivergenceError: too many consecutive updates were non-finite.
     """
-    plan, state, run, ledger = setup.plan, setup.state, reporter.run, reporter.ledger
-    replicas = ReplicaCheck(setup.mesh, plan.options.check_steps)
+    plan, run, ledger = program.plan, reporter.run, reporter.ledger
+    replicas = ReplicaCheck(program.mesh, plan.options.check_steps)
     calls, eval_steps, save_steps = plan.calls(start), set(plan.eval_steps()), plan.save_points()
     with ledger.measure("compile"), reporter.console.status("compiling"):
-        train_step, evaluate, stragglers = compile_train_step(setup, run), Evaluator(setup, run), StragglerMonitor()
-    data = load_train_batches(setup, calls, read_skipped_batches(run.folder))
+        train_step, evaluate, stragglers = compile_train_step(program, run), Evaluator(program, run), StragglerMonitor()
+    data = load_train_batches(program, calls, read_skipped_batches(run.folder))
     with data as batches, Watchdog(plan.options.timeout_s, run.folder) as watchdog, stragglers:
         reporter.start()
         for number, call in enumerate(calls):
@@ -260,9 +252,9 @@ def _run_loop(
                     result = evaluate(state)
                 accuracy = result["accuracy"]
                 reporter.report_bad_images(evaluate.unreadable_images)
-                reporter.report_evaluation(call.stop, result, evaluate.predictions, setup.data.val)
+                reporter.report_evaluation(call.stop, result, evaluate.predictions, program.data.val)
             with ledger.measure("checkpoint"), reporter.warn_on(CheckpointNotSavedError):
-                checkpoints.save(call.stop, to_checkpoint(setup, state), accuracy)
+                checkpoints.save(call.stop, program.to_checkpoint(state), accuracy)
             reporter.record_checkpoint(call.stop)
             reporter.restart_rate_clock()
             if reporter.is_target_reached():
@@ -272,7 +264,7 @@ def _run_loop(
                     checkpoints.wait()
                 raise PreemptedError(call.stop)
     with ledger.measure("checkpoint"):
-        save = partial(checkpoints.save, call.stop, to_checkpoint(setup, state), accuracy)
+        save = partial(checkpoints.save, call.stop, program.to_checkpoint(state), accuracy)
         _save_last(save, call.stop, checkpoints, reporter, map(stop.is_requested, count(number + 1)))
     return reporter.write_summary(call.stop)
 
@@ -313,7 +305,7 @@ def _save_last(
 
 
 def _open_run(
-    setup: Setup,
+    program: Program,
     weights: InitialWeights | None,
     lock: FolderLock,
     facts: dict[str, Any],
@@ -324,18 +316,24 @@ def _open_run(
 
     def fill() -> None:
         if "recipe" not in allowed:
-            Run.check_init(folder, weights.digest if weights else digest_file(setup.recipe.model.init))
+            Run.check_init(folder, weights.digest if weights else digest_file(program.plan.recipe.model.init))
         lock.acquire()
-        details = {"input": facts, "data_digest": setup.data.digest(), "versions": environment.list_library_versions()}
-        details |= {"summations_s": setup.choice.predicted} if setup.choice.predicted else {}
-        details["environment"] = environment.describe_machine(list(setup.mesh.devices.flat))
-        Run.create(folder, setup.recipe, setup.plan.to_dict() | details, setup.data.classes, allowed)
+        details = {
+            "input": facts,
+            "data_digest": program.data.digest(),
+            "versions": environment.list_library_versions(),
+        }
+        details |= {"summations_s": program.choice.predicted} if program.choice.predicted else {}
+        details["environment"] = environment.describe_machine(list(program.mesh.devices.flat))
+        Run.create(folder, program.plan.recipe, program.plan.to_dict() | details, program.data.classes, allowed)
         if weights:
             write_atomically(folder / "init.json", json.dumps(weights.to_dict(), indent=1))
-        Image.fromarray(loader.load_eval_images(setup.data.val, [0], setup.recipe)[0]).save(folder / "sample.png")
+        Image.fromarray(loader.load_eval_images(program.data.val, [0], program.plan.recipe)[0]).save(
+            folder / "sample.png"
+        )
 
     group.run_on_main_process(fill)
-    return Run(folder, setup.recipe)
+    return Run(folder, program.plan.recipe)
 
 
 def _has_checkpoints(run: Run, permissions: Permissions) -> bool:
@@ -351,9 +349,9 @@ def _has_checkpoints(run: Run, permissions: Permissions) -> bool:
 
 
 def _resume(
-    setup: Setup, checkpoints: Checkpoints, console: Console, permissions: Permissions, *, initialized: bool
-) -> tuple[Setup, int]:
-    """Return the setup with the state of the newest whole checkpoint, and the number of updates done.
+    program: Program, checkpoints: Checkpoints, console: Console, permissions: Permissions, *, initialized: bool
+) -> tuple[State, int]:
+    """Return the state of the newest whole checkpoint, and the number of updates done.
 
     Without one, the run starts from scratch, at step 0; its state is then initialized unless it already is.
 
@@ -363,26 +361,27 @@ def _resume(
     for step, aside in checkpoints.moved.items():
         _warn(console, f"checkpoint {step} is damaged ({INVALID_METADATA}); it lies in {aside} now")
     while (newest := checkpoints.newest()) is not None:
+        state, problem = None, ""
         try:
-            state, problem = restore_state(setup, partial(checkpoints.restore, newest)), ""
+            state = program.restore_state(partial(checkpoints.restore, newest))
         except DamagedCheckpointError as error:
-            state, problem = setup.state, error.reason
-        if group.all_agree(not problem):
+            problem = error.reason
+        if group.all_agree(state is not None) and state is not None:
             console.print(f"resuming after step {newest:,}", highlight=False)
-            return setup._replace(state=state), newest
+            return state, newest
         aside = checkpoints.move_aside(newest)
         _warn(console, f"checkpoint {newest} is damaged ({problem}); it lies in {aside} now")
     if not permissions.from_scratch:
         checkpoints.check_nothing_lost()
     checkpoints.forget()
-    return (setup if initialized else initialize(setup)[0]), 0
+    return (program if initialized else initialize(program)[0]).init_state(), 0
 
 
-def _forecast_step(setup: Setup) -> Forecast | None:
+def _forecast_step(program: Program) -> Forecast | None:
     """Return the forecast of the plan's step, for known kinds of chips."""
-    if chips.find_chip(setup.plan.pod.kind) is None:
+    if chips.find_chip(program.plan.pod.kind) is None:
         return None
-    return make_forecast(setup.plan, count_model_work(setup.recipe, setup.net, setup.state.params, setup.state.stats))
+    return make_forecast(program.plan, count_model_work(program.plan.recipe, program.net, *program.weights))
 
 
 def _describe_decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,20 +1,17 @@
-"""Setup: a recipe on a pod, ready to compile, train and evaluate.
+"""Make programs: a recipe on a pod, ready to compile, train and evaluate.
 
-Everything that happens before the first compilation: open the data set, build the model, make the plan, place the
-initial state on the devices, cache images. The state's way into a checkpoint and back is here too, because it depends
-on how the state is placed.
+`resolve` is the one place where recipe, pod, data set and options become a plan. Before the first compilation there are
+also: opening the data set, initial weights, and caching images.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from podscale import plan as plans
@@ -25,40 +22,24 @@ from podscale.data.files import Progress
 from podscale.data.index.dataset import NO_IMAGES, Index, Splits, open_index
 from podscale.data.order import check_lanes
 from podscale.errors import UserError
-from podscale.forecast import choice
-from podscale.forecast.choice import Choice
+from podscale.forecast.choice import Choice, choose_summation
 from podscale.models import registry
 from podscale.models.functional import FunctionalModel, make_functional
 from podscale.optim import optimizers, schedules
-from podscale.parallel import placement
-from podscale.parallel.state_layout import StateLayout
+from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.summation import Summation
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
 from podscale.recipe import Recipe
 from podscale.runs.startup import clock as start_clock
 from podscale.training import initial_weights
-from podscale.training import step as steps
 from podscale.training.device_input import resident
 from podscale.training.initial_weights import InitialWeights
 from podscale.training.memory import estimate_memory
-from podscale.training.step import State
+from podscale.training.program import Program, Weights
 
 FIT_IMAGES = 5000  # training images that a model's `fit_parameters` gets at most
-
-
-class Setup(NamedTuple):
-    """Everything that training and evaluation need."""
-
-    recipe: Recipe
-    plan: Plan
-    mesh: Mesh
-    data: Splits
-    net: FunctionalModel
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
-    state: State
-    choice: Choice  # of the summation, where the options leave it open
 
 
 def prepare(
@@ -67,8 +48,8 @@ def prepare(
     options: Options = Options(),
     model: nnx.Module | None = None,
     progress: Progress | None = None,
-) -> Setup:
-    """Open the data set and return the setup with a randomly initialized state.
+) -> Program:
+    """Open the data set and return the program, with randomly initialized weights.
 
     Args:
         recipe: what to train.
@@ -81,29 +62,55 @@ def prepare(
     start_clock.mark("index")
     counts = Counts(len(data.train), len(data.val), len(data.classes))
     check_lanes(counts.train, recipe.data.lanes, recipe.batch.size)
-    return assemble(recipe, pod, counts, options, model, data)
+    return resolve(recipe, pod, counts, options, model, data)
 
 
-def assemble(
+def resolve(
     recipe: Recipe,
     pod: Pod,
     counts: Counts,
     options: Options = Options(),
     model: nnx.Module | None = None,
     data: Splits = NO_IMAGES,
-) -> Setup:
-    """Return the setup for these counts. Works from counts alone; the images need not exist."""
+) -> Program:
+    """Decide everything that recipe and options leave open, and return the program with its plan.
+
+    Works from counts alone: the images need not exist, and a model may be abstract. All processes must call it: it may
+    time messages between them.
+    """
     model = model or registry.build_model(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
     net, params, stats = make_functional(model, recipe.model.freeze)
-    schedule = schedules.make_schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
-    rule = net.wrap_optimizer(optimizers.make_optimizer(recipe, schedule, stem=net.stem, head=net.head))
-    memory = estimate_memory(recipe, net, params, stats, rule)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
-    summation = choice.choose_summation(resident.resolve_cache(options, recipe, pod, data), pod, parameters)
-    plan = plans.make_plan(recipe, pod, counts, summation.options, memory)
-    mesh, optimizer = pod.mesh(plan.tile), steps.make_plan_optimizer(net, plan, schedule)
-    state = steps.init_state(recipe, params, stats, optimizer)
-    return _place_on_devices(Setup(recipe, plan, mesh, data, net, optimizer, schedule, state, summation))
+    options = resident.resolve_cache(options, recipe, pod, data) if len(data.train) else options
+    choice = choose_summation(options, pod, parameters)
+    schedule = schedules.make_schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
+    optimizer = _make_optimizer(recipe, net, schedule, STRATEGIES[choice.options.summation])
+    memory = estimate_memory(recipe, net, params, stats, optimizer)
+    plan = plans.make_plan(recipe, pod, counts, choice.options, memory)
+    return Program(plan, net, optimizer, schedule, Weights(*jax.device_get((params, stats))), choice, data)
+
+
+def describe_program(plan: Plan) -> Program:
+    """Return the program of a plan with abstract weights: all that it takes to lower its calls."""
+    recipe = plan.recipe
+    net, params, stats = make_functional(_describe_model(recipe, plan.counts.classes), recipe.model.freeze)
+    schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
+    optimizer = _make_optimizer(recipe, net, schedule, plan.summation)
+    return Program(plan, net, optimizer, schedule, Weights(params, stats), Choice(plan.options, {}, ""))
+
+
+def _make_optimizer(
+    recipe: Recipe, net: FunctionalModel, schedule: optax.Schedule, summation: Summation
+) -> optax.GradientTransformation:
+    """Return the optimizer of what the summation lets each device update."""
+    rule = optimizers.make_optimizer(recipe, schedule, summation.norms, stem=net.stem, head=net.head)
+    return net.wrap_optimizer(rule)
+
+
+def _describe_model(recipe: Recipe, classes: int) -> nnx.Module:
+    """Return the recipe's model with shapes instead of arrays."""
+    model: nnx.Module = nnx.eval_shape(lambda: registry.build_model(recipe.model, classes, recipe.data.image_size))
+    return model
 
 
 def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
@@ -135,37 +142,32 @@ def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
         splits = open_index(data)
         counts = Counts(len(splits.train), len(splits.val), len(splits.classes))
     check_lanes(counts.train, data.lanes, recipe.batch.size)
-    model = nnx.eval_shape(lambda: registry.build_model(recipe.model, counts.classes, data.image_size))
-    net, params, stats = make_functional(model, recipe.model.freeze)
-    optimizer = net.wrap_optimizer(
-        optimizers.make_optimizer(recipe, schedules.make_schedule(recipe, 1, 1.0), stem=net.stem, head=net.head)
-    )
-    return plans.make_plan(recipe, pod, counts, options, estimate_memory(recipe, net, params, stats, optimizer))
+    return resolve(recipe, pod, counts, options, _describe_model(recipe, counts.classes)).plan
 
 
-# --- the initial state ---------------------------------------------------------------------------------------------
+# --- initial weights -----------------------------------------------------------------------------------------------
 
 
-def initialize(setup: Setup) -> tuple[Setup, InitialWeights | None]:
-    """Return the setup with the state that a run from scratch starts from, and the weights that it starts from, if any.
+def initialize(program: Program) -> tuple[Program, InitialWeights | None]:
+    """Return the program with the weights that a run from scratch starts from, and where they come from, if not random.
 
     A model's `fit_parameters` runs only where it leaves a trace: not if initial weights replace all parameters.
     """
-    if not setup.recipe.model.init:
-        return fit_model(setup), None
-    initialized, weights = load_initial_weights(setup)
-    if weights.reinitialized and has_fit(setup):
-        return load_initial_weights(fit_model(setup))
+    if not program.plan.recipe.model.init:
+        return fit_model(program), None
+    initialized, weights = load_initial_weights(program)
+    if weights.reinitialized and has_fit(program):
+        return load_initial_weights(fit_model(program))
     return initialized, weights
 
 
-def has_fit(setup: Setup) -> bool:
+def has_fit(program: Program) -> bool:
     """Return whether the model has a `fit_parameters`, by its graph alone: no array is read.
 
     Raises:
         UserError: it has a method `fit` instead, which once changed the model in place.
     """
-    model = setup.net.build_abstract_module()
+    model = program.net.build_abstract_module()
     if hasattr(model, "fit_parameters"):
         return True
     if callable(getattr(model, "fit", None)):
@@ -176,26 +178,25 @@ def has_fit(setup: Setup) -> bool:
     return False
 
 
-def fit_model(setup: Setup) -> Setup:
-    """Return the setup with its model fitted to training images; unchanged if the model has no `fit_parameters`."""
-    if not has_fit(setup):
-        return setup
-    params, stats = jax.device_get((setup.state.params, setup.state.stats))
-    params = setup.net.replace_parameters(params, fit_parameters(setup))
-    return _place_on_devices(setup._replace(state=steps.init_state(setup.recipe, params, stats, setup.optimizer)))
+def fit_model(program: Program) -> Program:
+    """Return the program with its model fitted to training images; unchanged if the model has no `fit_parameters`."""
+    if not has_fit(program):
+        return program
+    params = program.net.replace_parameters(program.weights.params, fit_parameters(program))
+    return replace(program, weights=Weights(params, program.weights.stats))
 
 
-def fit_parameters(setup: Setup, resident_images: jax.Array | None = None) -> dict[str, NDArray[Any]]:
+def fit_parameters(program: Program, resident_images: jax.Array | None = None) -> dict[str, np.ndarray]:
     """Return the parameters that the model's `fit_parameters` computes from training images, by name.
 
     The images are spread evenly over the data set and cropped as in evaluation. All processes use the parameters that
     the main process computes.
 
     Args:
-        setup: its model has a `fit_parameters`.
+        program: its model has a `fit_parameters`.
         resident_images: all training images, uint8, if they live on the devices and need no crop; else they are loaded.
     """
-    recipe, index = setup.recipe, setup.data.train
+    recipe, index = program.plan.recipe, program.data.train
     count = min(len(index), FIT_IMAGES)
     samples = np.arange(count) * len(index) // count
     mean, std = (np.asarray(value, np.float32) for value in (recipe.data.mean, recipe.data.std))
@@ -204,7 +205,7 @@ def fit_parameters(setup: Setup, resident_images: jax.Array | None = None) -> di
         inputs = (images / np.float32(255) - mean) / std
     else:
         inputs = _normalize_samples(resident_images, samples, mean, std)
-    fitted = setup.net.build_abstract_module().fit_parameters(inputs)
+    fitted = program.net.build_abstract_module().fit_parameters(inputs)
     return group.broadcast_arrays({name: np.asarray(array) for name, array in fitted.items()})
 
 
@@ -213,68 +214,36 @@ def _normalize_samples(images: jax.Array, samples: jax.Array, mean: jax.Array, s
     return (images[samples] / jnp.float32(255) - mean) / std
 
 
-def load_initial_weights(setup: Setup) -> tuple[Setup, InitialWeights]:
-    """Return the setup with the weights of `model.init`, and a description of them."""
-    params, stats = jax.device_get((setup.state.params, setup.state.stats))
-    weights = initial_weights.initialize_from(setup.recipe.model.init, setup.net, params, stats)
-    state = steps.init_state(setup.recipe, weights.params, weights.stats, setup.optimizer)
-    return _place_on_devices(setup._replace(state=state)), weights
-
-
-def _place_on_devices(setup: Setup) -> Setup:
-    """Place the state on the devices: replicated, or with the optimizer's state partitioned over them."""
-    state = jax.tree.map(np.asarray, setup.state)
-    replicated = placement.replicate(state._replace(optimizer=()), setup.mesh)
-    return setup._replace(state=replicated._replace(optimizer=_make_layout(setup).place(state.optimizer)))
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-def to_checkpoint(setup: Setup, state: State) -> State:
-    """Return the state as checkpoints store it: whole arrays, whatever the summation."""
-    return state._replace(optimizer=_make_layout(setup).gather(state.optimizer))
-
-
-def restore_state(setup: Setup, restore: Callable[[Any], Any]) -> State:
-    """Return the state that `restore` reads, placed as the plan needs it.
-
-    `restore` takes abstract arrays of the same shapes.
-    """
-    layout = _make_layout(setup)
-    state = restore(setup.state._replace(optimizer=layout.describe_whole(setup.state.optimizer)))
-    return state._replace(optimizer=layout.scatter(state.optimizer))
-
-
-def _make_layout(setup: Setup) -> StateLayout:
-    return StateLayout(setup.plan.summation, setup.mesh, setup.optimizer, setup.net.get_param_shapes())
+def load_initial_weights(program: Program) -> tuple[Program, InitialWeights]:
+    """Return the program with the weights of `model.init`, and a description of them."""
+    weights = initial_weights.initialize_from(program.plan.recipe.model.init, program.net, *program.weights)
+    return replace(program, weights=Weights(weights.params, weights.stats)), weights
 
 
 # --- input ---------------------------------------------------------------------------------------------------------
 
 
-def load_train_batches(setup: Setup, calls: list[range], skipped: Sequence[range] = ()) -> prefetch.Batches:
+def load_train_batches(program: Program, calls: list[range], skipped: Sequence[range] = ()) -> prefetch.Batches:
     """Return the training batches of these calls, loaded in the background; `skipped` batches are left out."""
-    sharding = pods.make_batch_sharding(setup.mesh, axis=2)
-    return loader.load_train_batches(setup.data.train, setup.plan, calls, sharding, skip=skipped)
+    sharding = pods.make_batch_sharding(program.mesh, axis=2)
+    return loader.load_train_batches(program.data.train, program.plan, calls, sharding, skip=skipped)
 
 
-def cache_images(setup: Setup, options: Options) -> Setup:
-    """Return the setup with this process's images cached in memory, as far as the options and the memory allow."""
-    if setup.data.train.files is None:
-        return setup
+def cache_images(program: Program) -> Program:
+    """Return the program with this process's images cached in memory, as far as the options and the memory allow."""
+    data, plan, options = program.data, program.plan, program.plan.options
+    if data.train.files is None:
+        return program
     allowed = (
         options.cache_gib * 2**30 if options.cache_gib else cache.DEFAULT_MEMORY_SHARE * cache.measure_free_memory()
     )
     limit = int(allowed) // group.count_local_processes()
-    samples = loader.list_train_samples(setup.plan, pods.make_batch_sharding(setup.mesh, axis=2))
-    train = _cache_split(setup.data.train, samples, options.cache, limit, setup.recipe.train.epochs)
+    samples = loader.list_train_samples(plan, pods.make_batch_sharding(program.mesh, axis=2))
+    train = _cache_split(data.train, samples, options.cache, limit, plan.recipe.train.epochs)
     limit -= train.cache.memory.size if train.cache else 0
-    samples = loader.list_eval_samples(
-        len(setup.data.val), pods.make_batch_sharding(setup.mesh), setup.plan.eval_images
-    )
-    val = _cache_split(setup.data.val, samples, options.cache, limit, len(setup.plan.eval_steps()))
-    return setup._replace(data=replace(setup.data, train=train, val=val))
+    samples = loader.list_eval_samples(len(data.val), pods.make_batch_sharding(program.mesh), plan.eval_images)
+    val = _cache_split(data.val, samples, options.cache, limit, len(plan.eval_steps()))
+    return replace(program, data=replace(data, train=train, val=val))
 
 
 def _cache_split(index: Index, samples: NDArray[np.int64], option: str, limit: int, passes: float) -> Index:
@@ -284,13 +253,13 @@ def _cache_split(index: Index, samples: NDArray[np.int64], option: str, limit: i
     return index.with_cache(kind, samples) if kind else index
 
 
-def describe_input(setup: Setup) -> dict[str, Any]:
+def describe_input(program: Program) -> dict[str, object]:
     """Return where this process's pixels come from: decoder and cache. Neither changes a pixel."""
-    caches = {split: getattr(setup.data, split).cache for split in ("train", "val")}
+    kind, caches = program.plan.input, {split: getattr(program.data, split).cache for split in ("train", "val")}
     return {
-        "decoder": decode.select_decoder() if setup.data.train.files is not None else "none",
+        "decoder": decode.select_decoder() if program.data.train.files is not None else "none",
         "cache": {
-            split: setup.plan.input.name if setup.plan.input.is_resident else images.kind if images else "none"
+            split: kind.name if kind.is_resident else images.kind if images else "none"
             for split, images in caches.items()
         },
         "cache_bytes": sum(images.memory.size for images in caches.values() if images),

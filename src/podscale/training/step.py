@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from podscale.kernels.layer_spec import HOPPER
 from podscale.models.functional import FunctionalModel, Tree
-from podscale.optim import optimizers
 from podscale.optim.norms import compute_global_norm, compute_joined_global_norm
 from podscale.optim.parameter_groups import count_stem_updates
 from podscale.parallel import batch_norm
@@ -167,12 +166,6 @@ def describe_call_arguments(plan: Plan, mesh: Mesh) -> tuple[jax.ShapeDtypeStruc
         jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
         *(jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in residents),
     )
-
-
-def make_plan_optimizer(net: FunctionalModel, plan: Plan, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Return the plan's optimizer, of what the summation lets each device update."""
-    rule = optimizers.make_optimizer(plan.recipe, schedule, plan.summation.norms, stem=net.stem, head=net.head)
-    return net.wrap_optimizer(rule)
 
 
 def make_compiler_options(plan: Plan) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_a_crop_on_the_device_equals_the_hosts(crop, height, width, padding):
 def train(recipe, shape, **options):
     """Return the metrics of every update, the last state, and the result of an evaluation."""
     setup = prepare(recipe, pod.make_pod(jax.devices(), shape), Options(**options))
-    call, state, history = compilation.compile_train_step(setup), setup.state, []
+    call, state, history = compilation.compile_train_step(setup), setup.init_state(), []
     with load_train_batches(setup, setup.plan.calls()) as batches:
         for batch in batches:
             state, metrics = call(state, batch.images, batch.labels, np.int32(batch.count))

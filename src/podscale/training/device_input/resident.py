@@ -21,9 +21,9 @@ def resolve_cache(options: Options, recipe: Recipe, pod: Pod, data: Splits) -> O
     obstacle = RESIDENT.explain_obstacle(recipe)
     obstacle = obstacle or ("there are none in memory" if images is None else _explain_resize(recipe, data.train))
     if options.cache == "device":
-        if obstacle and len(data.train):
+        if obstacle:
             raise UserError(f"plan.cache device: {obstacle}")
-        return options if not obstacle else replace(options, cache="none")  # synthetic images are on the devices anyway
+        return options
     is_accelerator = bool(pod.devices) and pod.devices[0].platform in ("gpu", "tpu")
     if obstacle or images is None or not is_accelerator or images.nbytes > AUTO_SHARE * pod.memory_bytes:
         return options
