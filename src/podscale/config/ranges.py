@@ -7,7 +7,8 @@ from typing import Any
 from podscale.errors import UserError
 
 _AT_LEAST_ONE = (
-    "data.image_size data.lanes data.max_image_mib model.width batch.size batch.span optimizer.newton_schulz"
+    "data.image_size data.lanes data.max_image_mib model.width model.patch batch.size batch.span "
+    "optimizer.newton_schulz"
 ).split()
 _POSITIVE = ("train.epochs", "train.eval_epochs", "data.std", "data.eval_fraction", "schedule.power")
 _SHARES = (
@@ -16,7 +17,8 @@ _SHARES = (
     "augment.min_area augment.erase augment.label_smoothing train.stats_momentum"
 ).split()
 _AT_LEAST_ZERO = (
-    "data.shrink data.classes data.train_samples data.val_samples optimizer.weight_decay optimizer.trust "
+    "data.shrink data.classes data.train_samples data.val_samples model.norm_epsilon optimizer.weight_decay "
+    "optimizer.trust "
     "optimizer.epsilon optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs "
     "schedule.bias_peak schedule.head_peak schedule.stem_epochs schedule.factor "
     "augment.padding augment.randaugment augment.magnitude augment.mixup augment.brightness augment.contrast "

@@ -1,0 +1,156 @@
+"""The sections of a recipe: frozen dataclasses of documented fields."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from podscale.config.fields import document_field as _field
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the images come from and how they are prepared."""
+
+    source: Literal["digits", "folder", "npz", "tar", "tfrecord", "parquet", "cifar", "mnist"] = _field(
+        "digits", "embedded digits, an image folder, an .npz file, a folder of shards, or CIFAR's or MNIST's own files"
+    )
+    path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
+    image_size: int = _field(8, "side of the square the model sees, in pixels")
+    shrink: int = _field(0, "images are first shrunk to at most this many pixels on the longer side; 0: not at all")
+    lanes: int = _field(1, "independent shuffles that the data set is split into; a host reads only its own lanes")
+    classes: int = _field(0, "number of classes; 0: as found")
+    hold_out: float = _field(
+        0.0, "share of the training images to validate on instead of the validation set; they are not trained on"
+    )
+    train_samples: int = _field(0, "number of training images; 0: as found")
+    val_samples: int = _field(0, "number of validation images; 0: as found")
+    eval_fraction: float = _field(1.0, "share of the shorter side that evaluation's centre crop keeps")
+    eval_views: int = _field(
+        1, "views that evaluation averages over: 1; 2: and mirrored; 6: both also moved by a pixel along the diagonal"
+    )
+    max_image_mib: int = _field(1024, "memory that decoding one image may take, in MiB; larger ones count as bad")
+    eval_confidence: float = _field(
+        1.0, "further views only of images whose first view has a class of lower probability; 1: of all"
+    )
+    bad_share: float = _field(0.001, "share of a split's images that may turn out unreadable before the run stops")
+    mean: tuple[float, ...] = _field((0.485, 0.456, 0.406), "per-channel mean of pixels in 0..1")
+    std: tuple[float, ...] = _field((0.229, 0.224, 0.225), "per-channel standard deviation of pixels in 0..1")
+
+    @property
+    def max_image_bytes(self) -> int:
+        """Memory that decoding one image may take, in bytes."""
+        return self.max_image_mib * 2**20
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network."""
+
+    name: str = _field("resnet8", "a name that `podscale.models.registry.list_models()` lists")
+    stem: Literal["conv7", "space_to_depth", "small"] = _field(
+        "small", "of ResNets: 7x7 stride 2 and max-pool; the same function on 2x2 blocks; or 3x3 for small images"
+    )
+    activation: Literal["default", "cubic_gelu"] = _field(
+        "default", "ReLU of ResNets and GELU of cifarnet; or a cubic that is close to GELU and faster (cifarnet)"
+    )
+    width: int = _field(64, "channels of the first stage (ResNets, cifarnet)")
+    patch: int = _field(16, "side of a Vision Transformer's patches, in pixels")
+    pooling: Literal["token", "mean"] = _field(
+        "token", "what a Vision Transformer classifies by: a class token, or the mean over all patches"
+    )
+    positions: Literal["learned", "sincos"] = _field(
+        "learned", "position embeddings of a Vision Transformer: learned, or fixed sines and cosines"
+    )
+    padding: Literal["symmetric", "same"] = _field(
+        "symmetric", "of EfficientNet's convolutions: the same on all sides, or TensorFlow's"
+    )
+    norm_epsilon: float = _field(0.0, "added to variances by EfficientNet's batch norms; 0: 1e-5; TensorFlow has 1e-3")
+    precision: Literal["float32", "bfloat16", "float64"] = _field(
+        "float32", "of the computation; parameters and statistics are at least float32 (float64 is for checking)"
+    )
+    init: str = _field("", "weights to start from: a run's folder, a .safetensors file, or a torch state dict")
+    freeze: tuple[str, ...] = _field((), "layers that stay as they are, such as layers.0; body: all but the head")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many images make one update, and how many are normalized together."""
+
+    size: int = _field(128, "images per update, over the whole pod")
+    span: int = _field(64, "images that one batch-norm group averages over")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How a gradient becomes an update."""
+
+    name: Literal["lars", "sgd", "adamw", "muon"] = _field("lars", "the update rule")
+    form: Literal["mlperf", "scaled", "optax"] = _field("mlperf", "which published form of LARS")
+    momentum: float = _field(0.9, "momentum; the first moment's decay for adamw")
+    nesterov: bool = _field(False, "Nesterov's momentum (sgd, adamw, muon)")
+    weight_decay: float = _field(1e-4, "weight decay")
+    trust: float = _field(
+        0.001, "trust coefficient of lars; the share of its norm that muon moves a kernel by, at rate 1"
+    )
+    newton_schulz: int = _field(5, "steps in which muon comes near an orthogonal matrix")
+    renormalize: bool = _field(
+        False, "muon gives every kernel the norm √outputs before each update, and its update the norm it has by itself"
+    )
+    rest_momentum: float = _field(0.0, "momentum of what muon leaves to sgd; 0: the same")
+    epsilon: float = _field(0.0, "added to denominators (lars, adamw)")
+    second_moment: float = _field(0.999, "adamw's second moment's decay")
+    skip: tuple[str, ...] = _field(("bias", "scale"), "parameters without weight decay and trust ratio, by last name")
+    clip_norm: float = _field(0.0, "gradients are scaled down to this global norm; 0: never")
+    average: float = _field(0.0, "decay of the weight average that evaluation uses; 0: no average")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run: linear warm-up to `peak`, then decay to `end`."""
+
+    peak: float = _field(1.0, "learning rate at the end of warm-up, before scaling by the batch")
+    bias_peak: float = _field(0.0, "the same for parameters in optimizer.skip; 0: as for all")
+    head_peak: float = _field(0.0, "the same for the last layer, but for its bias; 0: as for all")
+    stem_epochs: float = _field(
+        0.0, "epochs in which the first layer goes through the whole schedule, to stay at its end; 0: all of them"
+    )
+    scale_batch: int = _field(0, "linear scaling rule: peak is for this batch size; 0: peak is taken as it is")
+    warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
+    decay: Literal["polynomial", "cosine", "step", "constant"] = _field("polynomial", "shape after warm-up")
+    power: float = _field(2.0, "of polynomial decay")
+    end: float = _field(1e-4, "learning rate at the end (polynomial, cosine)")
+    milestones: tuple[float, ...] = _field((), "epochs at which step decay multiplies by `factor`")
+    factor: float = _field(0.1, "of step decay")
+
+
+@dataclass(frozen=True)
+class Augment:
+    """How training augments an image; everything is a function of (seed, pass or step, image or position)."""
+
+    crop: Literal["resized", "padded", "centre"] = _field(
+        "resized", "a random box resized; a random shift inside a padded border; or evaluation's centre crop"
+    )
+    min_area: float = _field(0.08, "least share of the image that a resized crop takes")
+    max_aspect: float = _field(4 / 3, "largest ratio of a resized crop's sides")
+    padding: int = _field(4, "border of a padded crop, in pixels (reflected)")
+    flip: bool = _field(True, "flip each image with a chance of one half")
+    alternate: bool = _field(False, "flip: that chance holds in the first pass; then mirrored and not take turns")
+    randaugment: int = _field(0, "RandAugment operations per image; 0: none")
+    magnitude: float = _field(9.0, "strength of RandAugment, 0 to 30")
+    mixup: float = _field(0.0, "alpha of mixup between positions 2k and 2k+1; 0: none")
+    erase: float = _field(0.0, "chance that a random rectangle is erased")
+    brightness: float = _field(0.0, "largest shift of all normalized pixels of an image; 0: none")
+    contrast: float = _field(0.0, "largest deviation from 1 of the factor that they are then multiplied by; 0: none")
+    label_smoothing: float = _field(0.0, "share of the target spread over all classes")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long to train, how often to evaluate, from which seed."""
+
+    epochs: float = _field(10.0, "passes over the training images")
+    seed: int = _field(0, "of everything random")
+    eval_epochs: float = _field(1.0, "epochs between evaluations")
+    stats_momentum: float = _field(0.9, "decay of the running batch-norm statistics, per update")
+    bad_updates: int = _field(
+        10, "consecutive non-finite updates before the run rolls back and skips their batches; 0: never"
+    )
