@@ -19,7 +19,7 @@ from podscale import recipe as recipes
 from podscale.cli.main import main
 from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
-from podscale.models.weights.torchvision import read_tensors
+from podscale.models.weights.files import read_tensors
 from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
 
 SOURCE = Path(__file__).parents[1] / "src"

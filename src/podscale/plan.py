@@ -23,6 +23,7 @@ from podscale.pod import CORE, TILE, Pod
 from podscale.recipe import Recipe
 
 HOPPER, BOTTLENECK_MODELS = "9.0", ("resnet50", "resnet101", "resnet152")  # for which fused layers have kernels
+ATTENTION_MODELS = ("vit_tiny", "vit_small", "vit_base")  # cuDNN computes attention in one kernel
 MIN_PIXELS_TO_FUSE = 1_000_000 * 224**2  # per device: then fused layers save the time that compiling them takes
 BUCKET_MIB = 32  # by default
 BATCHES_IN_FLIGHT = 3  # one in use and two prefetched
@@ -70,7 +71,7 @@ class Plan:
     counts: Counts
     options: Options  # with every value that was left open decided
     tile: tuple[int, int]  # chips (rows, columns) that share a batch-norm group
-    kernels: str  # of fused layers: "hopper" or "plain"; empty: layers are not fused
+    kernels: str  # of fused layers: "hopper", "cudnn" or "plain"; empty: layers are not fused
     memory: Memory  # bytes per device
 
     # --- parts that the options name ---
@@ -319,6 +320,9 @@ def _fit_memory(memory: Memory, recipe: Recipe, pod: Pod, counts: Counts, option
 
 
 def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) -> str:
+    is_gpu = bool(pod.devices) and pod.devices[0].platform == "gpu"
+    if recipe.model.name in ATTENTION_MODELS:
+        return "cudnn" if is_gpu and options.fused != "off" and recipe.model.precision == "bfloat16" else ""
     has_kernels = bool(pod.devices) and getattr(pod.devices[0], "compute_capability", "") == HOPPER
     pixels = recipe.steps(counts.train) * recipe.batch.size // pod.size * recipe.data.image_size**2
     is_fusible = recipe.model.name in BOTTLENECK_MODELS and recipe.model.precision == "bfloat16"

@@ -47,7 +47,7 @@ from podscale.data.index.dataset import open_index
 from podscale.data.order import compute_eval_boxes
 from podscale.data.tools.check import check_data_set
 from podscale.errors import UserError
-from podscale.models.weights.torchvision import read_tensors
+from podscale.models.weights.files import read_tensors
 from podscale.study.grid import load_study
 
 MAX_S, MAX_WAIT_S, MAX_BYTES = 30, 900, 6 * 2**30  # wait long: the machine may be busy

@@ -52,7 +52,8 @@ class Options:
     fused: Literal["auto", "on", "off"] = _field(
         "auto",
         "ResNets as layers that normalize, rectify and convolve in one go; auto: those with 1x1 convolutions in "
-        "bfloat16, on GPUs that have kernels for it (Hopper), where training is long enough to earn their compilation",
+        "bfloat16, on GPUs that have kernels for it (Hopper), where training is long enough to earn their compilation; "
+        "attention of Vision Transformers in bfloat16 as one kernel of cuDNN's, on any GPU",
     )
     deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
     keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from podscale import recipe
 from podscale.errors import UserError
-from podscale.models.resnet import Conv, init_normal, select_param_dtype
+from podscale.models.initializers import init_normal, select_param_dtype
+from podscale.models.resnet import Conv
 from podscale.parallel.batch_norm import BatchNorm
 
 PATCH = 2  # side of the patches that are whitened, in pixels

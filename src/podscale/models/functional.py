@@ -46,7 +46,8 @@ class FunctionalModel:
     ) -> tuple[jax.Array, Tree]:
         """Return the logits, and the moments of each batch norm (nested like `stats`).
 
-        With `kernels`, a ResNet is computed as a chain of fused layers (`fused_resnet`).
+        With `kernels`, a ResNet is computed as a chain of fused layers (`fused_resnet`); a model with a method
+        `use_kernels` decides itself.
         """
         model = self.build_module(params, stats)
         model.train()
@@ -55,6 +56,8 @@ class FunctionalModel:
         for path, module in nnx.iter_modules(model) if self.freeze else ():
             if isinstance(module, BatchNorm) and self.is_frozen(join_path(path)):
                 module.use_running_average = True
+        if kernels and hasattr(model, "use_kernels"):
+            model.use_kernels(kernels)
         fused = kernels and type(model) is ResNet
         logits = fused_resnet.forward(model, images, kernels) if fused else model(images)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
@@ -63,6 +66,8 @@ class FunctionalModel:
         """Return the logits by the running statistics; with `kernels`, a ResNet is folded (`folded_resnet`)."""
         model = self.build_module(params, stats)
         model.eval()
+        if kernels and hasattr(model, "use_kernels"):
+            model.use_kernels(kernels)
         return folded_resnet.forward(model, images) if kernels and type(model) is ResNet else model(images)
 
     def build_module(self, params: Tree, stats: Tree) -> Any:

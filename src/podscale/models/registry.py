@@ -18,11 +18,27 @@ from flax import nnx
 from podscale import recipe
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
-from podscale.models import cifarnet, resnet
+from podscale.models import cifarnet, convnext, efficientnet, resnet, vit
 
 Builder = Callable[[recipe.Model, int, int, nnx.Rngs], nnx.Module]
 _builders: dict[str, Builder] = {name: functools.partial(resnet.build_resnet, name) for name in resnet.DEPTHS}
 _builders["cifarnet"] = cifarnet.build_cifarnet
+_builders |= {name: functools.partial(vit.build_vit, name) for name in vit.SIZES}
+_builders |= {name: functools.partial(efficientnet.build_efficientnet, name) for name in efficientnet.SIZES}
+_builders |= {name: functools.partial(convnext.build_convnext, name) for name in convnext.SIZES}
+
+# Fields of a recipe's model section that only some networks have, by what their names start with.
+_FIELDS = {
+    "stem": ("resnet", "cifarnet"),
+    "width": ("resnet", "cifarnet"),
+    "activation": ("cifarnet",),
+    "patch": ("vit",),
+    "pooling": ("vit",),
+    "positions": ("vit",),
+    "padding": ("efficientnet",),
+    "norm_epsilon": ("efficientnet",),
+}
+_BUILT_IN = frozenset(_builders)
 
 
 def list_models() -> list[str]:
@@ -83,4 +99,14 @@ def build_model(config: recipe.Model, classes: int, image_size: int, seed: int |
         raise UserError(f"a model needs at least one class, not {classes}")
     if config.precision == "float64" and not jax.config.read("jax_enable_x64"):
         raise UserError("model.precision float64 needs JAX's 64-bit mode: set JAX_ENABLE_X64=1 in the environment")
+    if config.name in _BUILT_IN:
+        _check_fields(config)
     return _builders[config.name](config, classes, image_size, nnx.Rngs(seed))
+
+
+def _check_fields(config: recipe.Model) -> None:
+    """Refuse a field that the model does not have, unless it is at its default."""
+    for field, families in _FIELDS.items():
+        value = getattr(config, field)
+        if not config.name.startswith(families) and value != getattr(recipe.Model, field):
+            raise UserError(f"model.{field} {value} is for {' and '.join(families)}, not for {config.name}")

@@ -9,9 +9,7 @@ in the order of the forward pass, because parameters are sorted by key: a loop o
 in the order in which the backward pass finishes them.
 """
 
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,36 +19,8 @@ from jax import lax
 from podscale import recipe
 from podscale.config.suggestions import suggest_numbers
 from podscale.errors import UserError
+from podscale.models.initializers import init_normal, select_param_dtype
 from podscale.parallel.batch_norm import BatchNorm
-
-# --- parameters ----------------------------------------------------------------------------------------------------
-
-
-def select_param_dtype(precision: str) -> Any:
-    """Return the dtype of parameters: float64 where the computation is in float64, else float32."""
-    return jnp.float64 if precision == "float64" else jnp.float32
-
-
-def init_normal(shape: tuple[int, ...], std: float, precision: str, rngs: nnx.Rngs) -> nnx.Param:
-    """Return a parameter of normally distributed values."""
-    # Always sampled in float32: a float64 network that checks another one starts from exactly the same values.
-    chunks = -(-math.prod(shape) // _CHUNK)
-    return nnx.Param(_scale(_sample_normal(rngs.params(), chunks), shape, std).astype(select_param_dtype(precision)))
-
-
-# Compiling a sampler takes a third of a second for every shape; in whole chunks a few shapes serve all layers.
-_CHUNK = 2**18
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _sample_normal(key: jax.Array, chunks: int) -> jax.Array:
-    return lax.map(lambda key: jax.random.normal(key, (_CHUNK,), jnp.float32), jax.random.split(key, chunks)).ravel()
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _scale(values: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
-    return values[: math.prod(shape)].reshape(shape) * std
-
 
 # --- convolutions --------------------------------------------------------------------------------------------------
 
@@ -263,10 +233,8 @@ def build_resnet(name: str, config: recipe.Model, classes: int, image_size: int,
     """Return the ResNet of that name in `DEPTHS`.
 
     Raises:
-        UserError: images of that size do not fit its stem, or it cannot have the activation.
+        UserError: images of that size do not fit its stem.
     """
-    if config.activation != "default":
-        raise UserError(f"model.activation {config.activation} is for cifarnet; {name} has default")
     _check_image_size(config.stem, image_size)
     block, stages = DEPTHS[name]
     return ResNet(block, stages, config, classes, rngs)

@@ -12,8 +12,9 @@ import numpy as np
 
 from podscale.errors import UserError
 from podscale.models.functional import FunctionalModel, Tree, is_within
+from podscale.models.weights.files import read_tensors
 from podscale.models.weights.names import digest_arrays, digest_file, name_arrays
-from podscale.models.weights.torchvision import is_torchvision, read_tensors, rename_tensors
+from podscale.models.weights.timm import adapt_tensors
 from podscale.runs.folder import Run
 from podscale.storage.paths import require_local
 from podscale.training.trained import load_trained
@@ -51,7 +52,7 @@ def initialize_from(source: str, net: FunctionalModel, params: Tree, stats: Tree
     """Return `params` and `stats` with their arrays replaced by those of a run's folder or a weights file.
 
     Args:
-        source: a run's folder, or a file of ours or of torchvision's.
+        source: a run's folder, or a file of ours, of torchvision's or of timm's.
         net: the model that the arrays are for.
         params: randomly initialized parameters; the head keeps them if it has another size in the source.
         stats: initial running statistics.
@@ -62,8 +63,7 @@ def initialize_from(source: str, net: FunctionalModel, params: Tree, stats: Tree
     tensors = read_weights(source)
     digest = digest_file(source) or digest_arrays(tensors)
     try:
-        if is_torchvision(tensors):
-            tensors = rename_tensors(net.build_module(params, stats), tensors)
+        tensors = adapt_tensors(net.build_module(params, stats), tensors)
         arrays = name_arrays(params, stats)
         _check_fits(tensors, arrays, net.head)
     except UserError as error:

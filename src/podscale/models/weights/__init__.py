@@ -1,1 +1,1 @@
-"""Weights in other formats: names of arrays, and torchvision's state dicts."""
+"""Weights in other formats: names of arrays, torchvision's and timm's state dicts."""

@@ -1,0 +1,69 @@
+"""Random initial values of parameters.
+
+Values are always sampled in float32, so that a float64 network that checks another one starts from exactly the same
+values. `normal` and `uniform` return functions of (key, shape, dtype), as flax's layers take them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+Initializer = Callable[[jax.Array, Any, Any], jax.Array]
+
+# Compiling a sampler takes a third of a second for every shape; in whole chunks a few shapes serve all layers.
+_CHUNK = 2**18
+
+
+def select_param_dtype(precision: str) -> Any:
+    """Return the dtype of parameters: float64 where the computation is in float64, else float32."""
+    return jnp.float64 if precision == "float64" else jnp.float32
+
+
+def init_normal(shape: tuple[int, ...], std: float, precision: str, rngs: nnx.Rngs) -> nnx.Param:
+    """Return a parameter of normally distributed values."""
+    return nnx.Param(normal(std)(rngs.params(), shape, select_param_dtype(precision)))
+
+
+def normal(std: float) -> Initializer:
+    """Return the initializer to normally distributed values of this standard deviation."""
+    return functools.partial(_initialize, jax.random.normal, std)
+
+
+def uniform(limit: float) -> Initializer:
+    """Return the initializer to values between -limit and limit."""
+    return functools.partial(_initialize, _sample_uniform, limit)
+
+
+def xavier_uniform(inputs: int, outputs: int) -> Initializer:
+    """Return Glorot and Bengio's initializer of a dense layer (2010, AISTATS)."""
+    return uniform(math.sqrt(6 / (inputs + outputs)))
+
+
+def he_fan_out(size: int, outputs: int) -> Initializer:
+    """Return He et al.'s initializer of a size x size convolution by its fan-out (arXiv 1502.01852)."""
+    return normal(math.sqrt(2 / (size * size * outputs)))
+
+
+def _sample_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.uniform(key, shape, dtype, -1, 1)
+
+
+def _initialize(sampler: Any, scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    chunks = -(-math.prod(shape) // _CHUNK)
+    return _scale(_sample(sampler, key, chunks), tuple(shape), scale).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _sample(sampler: Any, key: jax.Array, chunks: int) -> jax.Array:
+    return lax.map(lambda key: sampler(key, (_CHUNK,), jnp.float32), jax.random.split(key, chunks)).ravel()
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _scale(values: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+    return values[: math.prod(shape)].reshape(shape) * scale

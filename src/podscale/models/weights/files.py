@@ -1,0 +1,60 @@
+"""Read weights files: safetensors, and torch state dicts without executing what they hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from podscale.errors import UserError
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a `.safetensors` file, or of a `.pth` or `.pt` file with a torch state dict.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read as what its suffix says.
+    """
+    if path.suffix not in _READERS:
+        raise UserError(f"weights {path} must be one of {', '.join(_READERS)}")
+    if not path.is_file():
+        raise UserError(f"there is no weights file {path}")
+    return _READERS[path.suffix](path)
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    try:
+        return safetensors.numpy.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _read_torch(path: Path) -> dict[str, np.ndarray]:
+    try:
+        import torch
+    except ImportError:
+        raise UserError(
+            f"reading {path} needs PyTorch, which is not installed; install torch or convert the file to safetensors"
+        ) from None
+    try:
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has no common base class for the errors of damaged and refused files
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is not a readable torch state dict: {reason}") from None
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise UserError(f"{path} must hold a state dict alone, names to tensors")
+    return {name: _to_numpy(tensor, torch) for name, tensor in tensors.items()}
+
+
+def _to_numpy(tensor: Any, torch: Any) -> np.ndarray:
+    wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy itself has no bfloat16
+    return wide.detach().numpy()
+
+
+_READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
+    ".safetensors": _read_safetensors,
+    ".pth": _read_torch,
+    ".pt": _read_torch,
+}
