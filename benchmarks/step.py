@@ -9,9 +9,19 @@ are compared. MFU counts three times the 8.2 GFLOP of a forward pass, against th
 
     python benchmarks/step.py [--images 256 512] [--rounds 2] [--ways torch flax whole groups] [--peak-tflops 989]
     python benchmarks/step.py --evaluate    the same of the evaluation step
+
+Any other model is measured beside timm's network of the same parameters under torch.compile (bfloat16 autocast,
+channels_last for convolutional networks, fused AdamW, label smoothing), on both sides with AdamW and without dropout:
+
+    python benchmarks/step.py --model vit_small --images 256
+    python benchmarks/step.py --model efficientnet_b0 convnext_tiny vit_base [--image-size 224]
+
+Its ways are torch, whole (ours; batch norm, if there is any, over all images), groups (ours, groups of 64), and modules
+(ours without fused kernels). MFU then counts three times the products and convolutions of our forward pass.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -23,60 +33,115 @@ from collections.abc import Callable
 
 OURS = [sys.executable, "-m", "podscale", "bench", "step", "resnet50-imagenet-4k", "--json"]
 STEPS, REPEATS = 30, 5
-FLOPS = 3 * 2 * 4.089e9  # per image
+RESNET50, RESNET50_FLOPS = "resnet50", 3 * 2 * 4.089e9  # per image
+TIMM_NAMES = {
+    "vit_tiny": "vit_tiny_patch16_224",
+    "vit_small": "vit_small_patch16_224",
+    "vit_base": "vit_base_patch16_224",
+}  # of others the name is the same
+ADAMW = {  # what replaces the recipe's fields for other models than ResNet-50
+    "model.stem": "small",
+    "optimizer.name": "adamw",
+    "optimizer.weight_decay": "0.05",
+    "optimizer.second_moment": "0.999",
+    "schedule.peak": "1e-3",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", choices=list(make_commands(0)), default=list(make_commands(0)))
+    parser.add_argument("--model", nargs="+", default=[RESNET50])
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--ways", nargs="+", choices=list(make_commands(RESNET50, 0, 0)))
     parser.add_argument("--peak-tflops", type=float, default=989.0)
     parser.add_argument("--evaluate", action="store_true", help="the evaluation step instead, without the flax peer")
     parser.add_argument("--peer", choices=["torch", "flax"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
-        peer = measure_torch_evaluation if arguments.evaluate else PEERS[arguments.peer]
-        print(json.dumps(peer(arguments.images[0])))
+        print(json.dumps(measure_peer(arguments)))
         return
-    if arguments.evaluate:
-        arguments.ways = [way for way in arguments.ways if way in EVALUATION_WAYS]
-    print(f"{'images':>6}  {'what':<30}  {'images/s':>9}  {'ratio':>5}  {'MFU':>5}  {'peak GiB':>8}")
+    print(f"{'model':<18}  {'images':>6}  {'what':<26}  {'images/s':>9}  {'ratio':>5}  {'MFU':>5}  {'peak GiB':>8}")
     with tempfile.TemporaryDirectory() as cache:  # later rounds need not compile again
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
-        for images in arguments.images:
-            compare(images, arguments, environment)
+        for model in arguments.model:
+            for images in arguments.images:
+                compare(model, images, arguments, environment)
 
 
-def make_commands(images: int) -> dict[str, tuple[str, list[str]]]:
+def make_commands(model: str, images: int, image_size: int) -> dict[str, tuple[str, list[str]]]:
     """Return by a short name a description of each measurement and its command."""
-    peer = [sys.executable, __file__, "--images", str(images), "--peer"]
-    return {
-        "torch": ("torch.compile", [*peer, "torch"]),
-        "flax": ("plain flax", [*peer, "flax"]),
-        "whole": (f"podscale, groups of {images}", [*OURS, "--images", str(images), "--batch.span", str(images)]),
-        "groups": ("podscale, groups of 64", [*OURS, "--images", str(images)]),
-        "modules": ("podscale, layers not fused", [*OURS, "--images", str(images), "--plan.fused", "off"]),
+    peer = [sys.executable, __file__, "--images", str(images), "--image-size", str(image_size), "--model", model]
+    ours = [*OURS, "--images", str(images), "--model.name", model, "--data.image_size", str(image_size)]
+    if model != RESNET50:
+        ours += [text for field, value in ADAMW.items() for text in (f"--{field}", value)]
+    whole = ["--batch.span", str(images)]
+    ways = {
+        "torch": ("torch.compile", [*peer, "--peer", "torch"]),
+        "flax": ("plain flax", [*peer, "--peer", "flax"]),
+        "whole": (f"podscale, groups of {images}", [*ours, *whole]),
+        "groups": ("podscale, groups of 64", ours),
+        "modules": ("podscale, layers not fused", [*ours, "--plan.fused", "off"]),
     }
+    return ways if model == RESNET50 else {way: command for way, command in ways.items() if way != "flax"}
 
 
-def compare(images: int, arguments: argparse.Namespace, environment: dict[str, str]) -> None:
+def choose_ways(model: str, arguments: argparse.Namespace) -> list[str]:
+    """Return the ways to measure a model: those asked for, or those that differ."""
+    ways = list(make_commands(model, 0, 0))
+    if arguments.ways:
+        ways = [way for way in ways if way in arguments.ways]
+    elif model.startswith(("vit", "convnext")):  # without batch norm, groups are no difference; only ViTs are fused
+        ways = ["torch", "whole"] + ["modules"] * model.startswith("vit")
+    elif model != RESNET50:
+        ways = ["torch", "whole", "groups"]
+    return [way for way in ways if way in EVALUATION_WAYS] if arguments.evaluate else ways
+
+
+def measure_peer(arguments: argparse.Namespace) -> dict:
+    """Measure one peer in this process."""
+    images, (model,) = arguments.images[0], arguments.model
+    if model != RESNET50:
+        return measure_timm(model, images, arguments.image_size, arguments.evaluate)
+    return (measure_torch_evaluation if arguments.evaluate else PEERS[arguments.peer])(images)
+
+
+def compare(model: str, images: int, arguments: argparse.Namespace, environment: dict[str, str]) -> None:
     """Print a table row for each way."""
-    results: dict[str, list[dict]] = {way: [] for way in arguments.ways}
+    commands, ways = make_commands(model, images, arguments.image_size), choose_ways(model, arguments)
+    results: dict[str, list[dict]] = {way: [] for way in ways}
     for _ in range(arguments.rounds):
-        for way in arguments.ways:
-            command = make_commands(images)[way][1] + ["--evaluate"] * arguments.evaluate
+        for way in ways:
+            command = commands[way][1] + ["--evaluate"] * arguments.evaluate
             process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
             results[way].append(json.loads(process.stdout.splitlines()[-1]))
     rates = {way: statistics.median(result["images_per_s"] for result in all_) for way, all_ in results.items()}
+    flops = count_flops(model, arguments.image_size) / (3 if arguments.evaluate else 1)
     for way, rate in rates.items():
         peak = max(result["peak_bytes"] for result in results[way]) / 2**30
         ratio = f"{rate / rates['torch']:5.2f}" if "torch" in rates else "    -"
-        utilization = rate * FLOPS / (3 if arguments.evaluate else 1) / (1e12 * arguments.peak_tflops)
-        print(
-            f"{images:6}  {make_commands(images)[way][0]:<30}  {rate:9,.0f}  {ratio}  {utilization:5.1%}  {peak:8.1f}",
-            flush=True,
-        )
+        utilization = rate * flops / (1e12 * arguments.peak_tflops)
+        row = f"{model:<18}  {images:6}  {commands[way][0]:<26}  {rate:9,.0f}  {ratio}  {utilization:5.1%}  {peak:8.1f}"
+        print(row, flush=True)
+
+
+@functools.cache
+def count_flops(model: str, image_size: int) -> float:
+    """Return the multiplications and additions of a training step, per image."""
+    if model == RESNET50:
+        return RESNET50_FLOPS
+    program = (
+        "from podscale.forecast.compute import count_work; from podscale.recipe import Recipe, override_recipe; "
+        f"changes = {{'model.name': '{model}', 'data.image_size': {image_size}}}; "
+        "print(count_work(override_recipe(Recipe(), changes), 1000).flops)"
+    )
+    # In a process of its own that leaves the GPU to those that are measured.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    return float(process.stdout)
 
 
 def measure_torch_step(images: int) -> dict:
@@ -101,6 +166,38 @@ def measure_torch_step(images: int) -> dict:
         optimizer.step()
 
     return time_torch(images, step)
+
+
+def measure_timm(name: str, images: int, image_size: int, evaluate: bool) -> dict:
+    """Return images per second of timm's network under torch.compile, in training or evaluation."""
+    import timm
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    size = {"img_size": image_size} if name.startswith("vit") else {}
+    layout = torch.contiguous_format if name.startswith("vit") else torch.channels_last
+    model = timm.create_model(TIMM_NAMES.get(name, name), num_classes=1000, **size)
+    model = model.cuda().to(memory_format=layout).train(not evaluate)
+    inputs = torch.randn(images, 3, image_size, image_size, device="cuda").to(memory_format=layout)
+    labels = torch.randint(0, 1000, (images,), device="cuda")
+    correct = torch.zeros((), device="cuda", dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=True)
+    compute_loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    forward = torch.compile(model)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compute_loss(forward(inputs), labels)
+        loss.backward()
+        optimizer.step()
+
+    def count_correct() -> None:
+        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+            correct.add_((forward(inputs).argmax(1) == labels).sum())
+
+    return time_torch(images, count_correct if evaluate else step)
 
 
 def measure_torch_evaluation(images: int) -> dict:
