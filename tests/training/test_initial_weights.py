@@ -85,6 +85,17 @@ def test_a_head_of_another_size_keeps_its_random_initialization_and_is_reported(
     )
 
 
+@pytest.mark.parametrize(("labels", "is_kept"), [("abcdefghij", True), ("jihgfedcba", False), (None, True)])
+def test_a_head_is_kept_only_for_the_same_classes_where_the_file_names_them(tmp_path, labels, is_kept):
+    path = tmp_path / "w.safetensors"
+    arrays = write_trained_weights(path)
+    metadata = {"labels": json.dumps(list(labels))} if labels else {"labels": "{not json"}
+    safetensors.numpy.save_file(arrays, path, metadata)
+    net, params, stats = make_functional(build_network())
+    weights = initial_weights.initialize_from(str(path), net, params, stats, tuple("abcdefghij"))
+    assert weights.reinitialized == ([] if is_kept else list(HEAD))
+
+
 @pytest.mark.parametrize("classes", [10, 1000])
 def test_torchvision_weights_are_loaded(tmp_path, classes):
     model = build_network(classes)

@@ -107,7 +107,9 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--run", metavar="DIR", help="the run's folder (default: runs/NAME-DIGEST, one per recipe)")
     text = "report the run to wandb or mlflow, too, or both, by commas (TensorBoard's files are always written)"
     train.add_argument("--track", metavar="NAMES", default="", help=text)
-    text = "weights to begin from: a run's folder, .safetensors, or torchvision's .pth; the same as --model.init"
+    text = (
+        "weights to begin from: a run's folder, .safetensors, a torch .pth, or hub:OWNER/NAME; the same as --model.init"
+    )
     train.add_argument("--init", dest="model.init", default=argparse.SUPPRESS, metavar="WEIGHTS", help=text)
     text = "layers that stay as they are, such as body, which is all but the head; the same as --model.freeze"
     train.add_argument("--freeze", dest="model.freeze", default=argparse.SUPPRESS, metavar="LAYERS", help=text)
@@ -150,7 +152,7 @@ def _add_export(commands: Any) -> None:
     export = _add_command(commands, "export", inference_commands.run_export, text, "export runs/mine --to mine.onnx")
     export.add_argument("run", nargs="?", metavar="RUN", help="the run's folder (default: the newest under runs/)")
     export.add_argument("--to", required=True, metavar="FILE", help="FILE.safetensors, FILE.stablehlo or FILE.onnx")
-    text = "safetensors, stablehlo, onnx or torchvision (default: by the file's ending)"
+    text = "safetensors, stablehlo, onnx, torchvision or timm (default: by the file's ending)"
     export.add_argument("--format", default="", metavar="FORMAT", help=text)
     _add_checkpoint_option(export)
 

@@ -1,9 +1,10 @@
-"""Export the weights as safetensors, under our names or torchvision's."""
+"""Export the weights as safetensors, under our names, torchvision's or timm's."""
 
 import numpy as np
 import safetensors.numpy
 
 from podscale.models.weights.names import name_arrays
+from podscale.models.weights.timm import to_timm
 from podscale.models.weights.torchvision import make_state_dict
 from podscale.runs.folder import Run
 from podscale.training.trained import TrainedModel
@@ -18,3 +19,8 @@ def write_safetensors(run: Run, trained: TrainedModel, metadata: dict[str, str])
 def write_torchvision(run: Run, trained: TrainedModel, metadata: dict[str, str]) -> bytes:
     """Return a file with all arrays under torchvision's names."""
     return safetensors.numpy.save(make_state_dict(trained.build_module()), metadata)
+
+
+def write_timm(run: Run, trained: TrainedModel, metadata: dict[str, str]) -> bytes:
+    """Return a file with all arrays under timm's names."""
+    return safetensors.numpy.save(to_timm(trained.build_module()), metadata)

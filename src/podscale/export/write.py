@@ -4,6 +4,7 @@
     stablehlo     the whole program, from pixels to probabilities, for JAX on CPU, GPU and TPU
     onnx          the same for ONNX runtimes (ResNets)
     torchvision   the arrays under torchvision's names (ResNets), as safetensors
+    timm          the arrays under timm's names (ResNets, Vision Transformers, EfficientNets, ConvNeXts), as safetensors
 
 Each holds its labels, how an image becomes its input, the recipe, the checkpoint and its accuracy.
 """
@@ -20,7 +21,7 @@ from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.export.metadata import make_metadata
 from podscale.export.onnx import to_onnx
-from podscale.export.safetensors import write_safetensors, write_torchvision
+from podscale.export.safetensors import write_safetensors, write_timm, write_torchvision
 from podscale.export.stablehlo import write_stablehlo
 from podscale.runs.folder import Run
 from podscale.storage.paths import require_local
@@ -40,7 +41,7 @@ def export_model(
     Args:
         run: the run, or its folder.
         to: the file to write.
-        format: "safetensors", "stablehlo", "onnx" or "torchvision"; by default the one of the file's suffix.
+        format: "safetensors", "stablehlo", "onnx", "torchvision" or "timm"; by default the one of the file's suffix.
         which: the checkpoint: "best", "newest" or a step.
         model: a flax.nnx module instead of the recipe's own.
 
@@ -103,5 +104,6 @@ _WRITERS: dict[str, Callable[[Run, TrainedModel, dict[str, str]], bytes]] = {
     "stablehlo": write_stablehlo,
     "onnx": _write_onnx,
     "torchvision": write_torchvision,
+    "timm": write_timm,
 }
 SUFFIXES = ("safetensors", "stablehlo", "onnx")

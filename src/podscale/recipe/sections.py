@@ -67,7 +67,9 @@ class Model:
     precision: Literal["float32", "bfloat16", "float64"] = _field(
         "float32", "of the computation; parameters and statistics are at least float32 (float64 is for checking)"
     )
-    init: str = _field("", "weights to start from: a run's folder, a .safetensors file, or a torch state dict")
+    init: str = _field(
+        "", "weights to start from: a run's folder, a .safetensors file, a torch state dict, or hub:OWNER/NAME"
+    )
     freeze: tuple[str, ...] = _field((), "layers that stay as they are, such as layers.0; body: all but the head")
 
 

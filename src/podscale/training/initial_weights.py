@@ -1,9 +1,11 @@
 """Initial weights: start a training from the arrays of another run or of a weights file (`model.init`).
 
 Arrays are matched by name, such as `layers.0.conv.kernel`. Parameters and running statistics share one table, since no
-two of them have the same name. Only the head may have another size; it then keeps its random initialization.
+two of them have the same name. Only the head may have another size; it then keeps its random initialization, as it does
+where the source names its classes and they are others.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +14,8 @@ import numpy as np
 
 from podscale.errors import UserError
 from podscale.models.functional import FunctionalModel, Tree, is_within
-from podscale.models.weights.files import read_tensors
+from podscale.models.weights.files import read_labels, read_tensors
+from podscale.models.weights.hub import fetch_weights, is_hub
 from podscale.models.weights.names import digest_arrays, digest_file, name_arrays
 from podscale.models.weights.timm import adapt_tensors
 from podscale.runs.folder import Run
@@ -28,7 +31,7 @@ class InitialWeights(NamedTuple):
     source: str
     digest: str  # of the source's content
     loaded_arrays: int
-    reinitialized: list[str]  # names of arrays that keep their random initialization: the head, if it has another size
+    reinitialized: list[str]  # names of arrays that keep their random initialization: the head, for other classes
 
     def describe(self) -> str:
         """Return one sentence for people: how many arrays were loaded, and which were not."""
@@ -48,28 +51,41 @@ class InitialWeights(NamedTuple):
         }
 
 
-def initialize_from(source: str, net: FunctionalModel, params: Tree, stats: Tree) -> InitialWeights:
+class SourceWeights(NamedTuple):
+    """All arrays of a source, under the names that they have there, and its classes, where it names them."""
+
+    tensors: dict[str, np.ndarray]
+    classes: tuple[str, ...] | None
+    digest: str
+
+
+def initialize_from(
+    source: str, net: FunctionalModel, params: Tree, stats: Tree, classes: Sequence[str] = ()
+) -> InitialWeights:
     """Return `params` and `stats` with their arrays replaced by those of a run's folder or a weights file.
 
     Args:
-        source: a run's folder, or a file of ours, of torchvision's or of timm's.
+        source: a run's folder, a file of ours, of torchvision's or of timm's, or `hub:OWNER/NAME`.
         net: the model that the arrays are for.
         params: randomly initialized parameters; the head keeps them if it has another size in the source.
         stats: initial running statistics.
+        classes: of the data set, in the order of the logits; the head keeps its random initialization if the source
+            names others. Empty: they are not known.
 
     Raises:
         UserError: the source cannot be read, or an array outside the head is missing, superfluous or has another shape.
     """
-    tensors = read_weights(source)
-    digest = digest_file(source) or digest_arrays(tensors)
+    weights = read_weights(source)
     try:
-        tensors = adapt_tensors(net.build_module(params, stats), tensors)
+        tensors = adapt_tensors(net.build_module(params, stats), weights.tensors)
         arrays = name_arrays(params, stats)
         _check_fits(tensors, arrays, net.head)
     except UserError as error:
         raise UserError(f"the weights in {source} do not fit: {error}") from None
     head = [name for name in arrays if is_within(name, (net.head,))]
-    reinitialized = head if any(_get_shape(tensors, name) != arrays[name].shape for name in head) else []
+    has_other_classes = bool(classes) and weights.classes is not None and weights.classes != tuple(classes)
+    has_other_size = any(_get_shape(tensors, name) != arrays[name].shape for name in head)
+    reinitialized = head if has_other_size or has_other_classes else []
 
     def fill(tree: Tree) -> Tree:
         leaves = [
@@ -79,17 +95,22 @@ def initialize_from(source: str, net: FunctionalModel, params: Tree, stats: Tree
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     loaded = len(arrays) - len(reinitialized)
-    return InitialWeights(fill(params), fill(stats), source, digest, loaded, reinitialized)
+    return InitialWeights(fill(params), fill(stats), source, weights.digest, loaded, reinitialized)
 
 
-def read_weights(source: str) -> dict[str, np.ndarray]:
-    """Return all arrays of a run's best checkpoint, or of a weights file, under the names that they have there."""
+def read_weights(source: str) -> SourceWeights:
+    """Return all arrays of a run's best checkpoint, of a weights file or of a repository on the hub."""
+    if is_hub(source):
+        path = fetch_weights(source)
+        return SourceWeights(read_tensors(path), None, digest_file(str(path)))
     require_local(source, "--init")
     path = Path(source).expanduser()
     if not path.is_dir():
-        return read_tensors(path)
-    trained = load_trained(Run.load(path))
-    return {name: np.asarray(array) for name, array in name_arrays(trained.params, trained.stats).items()}
+        return SourceWeights(read_tensors(path), read_labels(path), digest_file(source))
+    run = Run.load(path)
+    trained = load_trained(run)
+    tensors = {name: np.asarray(array) for name, array in name_arrays(trained.params, trained.stats).items()}
+    return SourceWeights(tensors, tuple(run.classes()), digest_arrays(tensors))
 
 
 def _check_fits(tensors: dict[str, np.ndarray], arrays: dict[str, Any], head: str) -> None:

@@ -216,7 +216,8 @@ def _normalize_samples(images: jax.Array, samples: jax.Array, mean: jax.Array, s
 
 def load_initial_weights(program: Program) -> tuple[Program, InitialWeights]:
     """Return the program with the weights of `model.init`, and a description of them."""
-    weights = initial_weights.initialize_from(program.plan.recipe.model.init, program.net, *program.weights)
+    source, classes = program.plan.recipe.model.init, tuple(program.data.classes)
+    weights = initial_weights.initialize_from(source, program.net, *program.weights, classes)
     return replace(program, weights=Weights(weights.params, weights.stats)), weights
 
 

@@ -1,5 +1,6 @@
 """Read weights files: safetensors, and torch state dicts without executing what they hold."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,20 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise UserError(f"there is no weights file {path}")
     return _READERS[path.suffix](path)
+
+
+def read_labels(path: Path) -> tuple[str, ...] | None:
+    """Return the names of the classes that a `.safetensors` file of ours holds; None if it does not name them."""
+    if path.suffix != ".safetensors":
+        return None
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    try:
+        labels = json.loads(metadata.get("labels", "null"))
+    except ValueError:
+        return None
+    is_list = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+    return tuple(labels) if is_list else None
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:

@@ -24,6 +24,7 @@ def load_torchvision(model: nnx.Module, path: str | Path) -> None:
 
     Example:
         >>> import tempfile
+        >>> import safetensors.numpy
         >>> from podscale import recipe
         >>> from podscale.models.registry import build_model
         >>> model = build_model(recipe.Model(name="resnet8", width=8), classes=10, image_size=32)
