@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from support.closeness import assert_close
 
-from podscale.kernels import pool
-from podscale.kernels.fused import RawOutput
-from podscale.kernels.layer_spec import LayerSpec
+from podscale.kernels import pool, unpool
+from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
+
+
+def pool_blocks(spec, x, affine):
+    raw, windows = pool.make_raw_blocks(spec, x)
+    return pool.normalize_and_pool(spec, raw, windows, affine), raw.sums
 
 
 @pytest.mark.parametrize("levels", [3, 1000])  # with three, most windows have several largest places
@@ -18,15 +22,29 @@ def test_pool_and_its_gradient_match_the_reference(levels):
         x = jnp.asarray(random.integers(-levels, levels, (4, 4, 3, 12)), jnp.float64)
         dy = jnp.asarray(random.normal(size=(4, 4, 3, 3)))
         affine = tuple(jnp.asarray(random.normal(size=(2, 3))) for _ in range(2))
-        ones = jnp.ones((2, 12))
-        y, pull = jax.vjp(
-            lambda x, factor, affine: pool.normalize_and_pool(LayerSpec(2), RawOutput(x, None, factor), affine),
-            x,
-            ones,
-            affine,
-        )
+        (y, sums), pull = jax.vjp(lambda *inputs: pool_blocks(LayerSpec(2), *inputs), x, affine)
         expected, expected_pull = jax.vjp(pool.pool_reference, x, affine)
         assert_close(y, expected, 1e-15)
-        g, factor, daffine = pull(dy)
-        dx = g * jnp.repeat(factor, 2, axis=0)[:, None, None]
-        assert_close((dx, daffine), expected_pull(dy), 1e-12)
+        assert_close(pull((dy, jnp.zeros_like(sums))), expected_pull(dy), 1e-12)
+
+
+@pytest.mark.parametrize(("images", "rows", "columns", "groups"), [(4, 5, 3, 2), (6, 8, 7, 3), (2, 1, 9, 1)])
+def test_the_kernel_of_the_gradient_matches_the_reference(images, rows, columns, groups):
+    random = np.random.default_rng(1)
+
+    def sample(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(random.integers(-8, 8, shape) / 8, dtype)  # exact in bfloat16, and so are their sums
+
+    x, dy = sample(images, rows, columns, 4 * 16), sample(images, rows, columns, 16)
+    affine = sample(groups, 16, dtype=jnp.float32) + 1 / 16, sample(groups, 16, dtype=jnp.float32)
+    dsums = sample(2, groups, 4 * 16, dtype=jnp.float32) / 4
+
+    def compute_gradients(kernels):
+        spec = LayerSpec(groups, kernels=kernels)
+        assert unpool.can_use_kernel(spec, x) == (kernels == INTERPRET)
+        return jax.vjp(lambda *inputs: pool_blocks(spec, *inputs), x, affine)[1]((dy, dsums))
+
+    dx, daffine = compute_gradients(INTERPRET)
+    expected_dx, expected_daffine = compute_gradients(REFERENCE)
+    np.testing.assert_array_equal(dx.astype(jnp.float32), expected_dx.astype(jnp.float32))
+    assert_close(daffine, expected_daffine, 1e-5)

@@ -99,7 +99,7 @@ def _apply_layer_forward(spec: LayerSpec, *arguments: Any) -> Any:
     outputs = pointwise.forward(*inputs) if pointwise.can_use_kernel(spec, x, kernel) else None
     y, z, sums = outputs or spatial.forward(*inputs)
     saved = x if affine else None, y, shortcut if shortcut_affine else None, z, affine, shortcut_affine, kernel
-    return (y, z, sums, _make_unit_factor(spec.groups, z)), (saved, () if shortcut is None else ((),))
+    return (y, z, sums, make_unit_factor(spec.groups, z)), (saved, () if shortcut is None else ((),))
 
 
 def _apply_layer_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> Any:
@@ -127,7 +127,8 @@ def _apply_layer_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> A
 _apply_layer.defvjp(_apply_layer_forward, _apply_layer_backward)
 
 
-def _make_unit_factor(groups: int, z: Array) -> Array:
+def make_unit_factor(groups: int, z: Array) -> Array:
+    """Return the factor of a raw output: ones, [groups, channels]."""
     return jnp.ones((groups, z.shape[-1]), jnp.promote_types(z.dtype, jnp.float32))
 
 
@@ -137,13 +138,13 @@ def _make_unit_factor(groups: int, z: Array) -> Array:
 def make_raw_output(spec: LayerSpec, z: Array) -> RawOutput:
     """Return the output of any convolution as a raw output, with its sums if `spec.output_sums`."""
     if not spec.output_sums:
-        return RawOutput(z, None, _make_unit_factor(spec.groups, z))
+        return RawOutput(z, None, make_unit_factor(spec.groups, z))
     return RawOutput(*_attach_sums(spec, z))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attach_sums(spec: LayerSpec, z: Array) -> tuple[Array, Array, Array]:
-    return z, reduction.compute_sums(spec, z), _make_unit_factor(spec.groups, z)
+    return z, reduction.compute_sums(spec, z), make_unit_factor(spec.groups, z)
 
 
 def _attach_sums_backward(spec: LayerSpec, z: Array, cotangents: Any) -> tuple[Array]:

@@ -7,10 +7,14 @@ Forward, each window records which of its nine places was the largest, and the v
 Backward, each pixel looks at the windows that contain it, at most two by two, for whether it was their largest, instead
 of the windows scattering their gradients. The sums that the gradient through batch norm needs are over windows, a
 quarter as many as pixels. Where several places are the largest, the first one counts, as in XLA's own gradient.
+
+The gradient by the pixels is never written before batch norm's own gradient is applied to it: until then it travels as
+the gradient by the windows and the places of their maxima, in the place of the gradients by `Windows`, two arrays that
+the forward pass does not use (as `fused.RawOutput.factor` does).
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +22,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from podscale.kernels import reduction, reference
-from podscale.kernels.fused import Affine, RawOutput
+from podscale.kernels import reduction, reference, unpool
+from podscale.kernels.fused import Affine, RawOutput, make_raw_output, make_unit_factor
 from podscale.kernels.layer_spec import LayerSpec
 
 Array = jax.Array
+PLACE_DTYPE = jnp.float8_e4m3fn  # only types of real numbers have gradients; this one has a byte
 
 
 def pool_reference(x: Array, affine: Affine) -> Array:
@@ -33,26 +38,64 @@ def pool_reference(x: Array, affine: Affine) -> Array:
     return nnx.max_pool(y, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
 
-def normalize_and_pool(spec: LayerSpec, x: RawOutput, affine: Affine) -> Array:
+class Windows(NamedTuple):
+    """Zeros, [images, rows, columns, channels] each; what matters is what stands in the place of their gradients."""
+
+    gradient: Array  # the gradient by the maximum of each window
+    place: Array  # bits of 1 to 9: where it is; 0: the maximum is not above zero, and has no gradient
+
+
+def make_raw_blocks(spec: LayerSpec, z: Array) -> tuple[RawOutput, Windows]:
+    """Return a convolution's output, in blocks of 2x2 pixels, as a raw output for `normalize_and_pool`."""
+    if not spec.output_sums:
+        return make_raw_output(spec, z), _make_windows(z)
+    z, sums, factor, windows = _attach_sums(spec, z)
+    return RawOutput(z, sums, factor), windows
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attach_sums(spec: LayerSpec, z: Array) -> tuple[Array, Array, Array, Windows]:
+    return z, reduction.compute_sums(spec, z), make_unit_factor(spec.groups, z), _make_windows(z)
+
+
+def _attach_sums_backward(spec: LayerSpec, z: Array, cotangents: Any) -> tuple[Array]:
+    _, dsums, factor, (dy, bits) = cotangents
+    place = lax.bitcast_convert_type(bits, jnp.uint8)
+    terms = factor, dsums[0], 2 * dsums[1]
+    if unpool.can_use_kernel(spec, z):
+        return (unpool.unpool_and_combine(spec, dy, place, z, terms),)
+    return (reference.combine_gradient(_unpool(dy, place), z, terms),)
+
+
+_attach_sums.defvjp(lambda spec, z: (_attach_sums(spec, z), z), _attach_sums_backward)
+
+
+def _make_windows(z: Array) -> Windows:
+    shape = (*z.shape[:-1], z.shape[-1] // 4)
+    return Windows(jnp.zeros(shape, z.dtype), jnp.zeros(shape, PLACE_DTYPE))
+
+
+def normalize_and_pool(spec: LayerSpec, x: RawOutput, windows: Windows, affine: Affine) -> Array:
     """Return the maxima of all windows of the normalized and rectified input.
 
     Args:
         spec: of the layer; its convolution is not used.
         x: raw blocks of 2x2 pixels, [images, rows, columns, 4 · channels].
+        windows: what `make_raw_blocks` returned with them.
         affine: factor and offset that normalize, [groups, channels] each.
 
     Returns:
         [images, rows, columns, channels].
     """
-    return _pool(spec, x.values, x.factor, affine)
+    return _pool(spec, x.values, x.factor, windows, affine)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pool(spec: LayerSpec, x: Array, x_factor: Array, affine: Affine) -> Array:
-    return _pool_forward(spec, x, x_factor, affine)[0]
+def _pool(spec: LayerSpec, x: Array, x_factor: Array, windows: Windows, affine: Affine) -> Array:
+    return _pool_forward(spec, x, x_factor, windows, affine)[0]
 
 
-def _pool_forward(spec: LayerSpec, x: Array, x_factor: Array, affine: Affine) -> Any:
+def _pool_forward(spec: LayerSpec, x: Array, x_factor: Array, windows: Windows, affine: Affine) -> Any:
     images, rows, columns, channels = x.shape
     blocks = x.reshape(images, rows, columns, 2, 2, channels // 4)
     inner_row, inner_column = (jnp.arange(n) > 0 for n in (rows, columns))
@@ -71,23 +114,24 @@ def _pool_forward(spec: LayerSpec, x: Array, x_factor: Array, affine: Affine) ->
         if right == 0:
             value = jnp.where(inner_column[:, None], value, 0)
         if k == 0:
-            largest, place, raw_largest = value, jnp.zeros((), jnp.uint8), raw
+            largest, place, raw_largest = value, jnp.ones((), jnp.uint8), raw
         else:
             is_larger = value > largest
             largest, place, raw_largest = (
                 jnp.maximum(value, largest),
-                jnp.where(is_larger, jnp.uint8(k), place),
+                jnp.where(is_larger, jnp.uint8(k + 1), place),
                 jnp.where(is_larger, raw, raw_largest),
             )
+    place = jnp.where(largest > 0, place, jnp.uint8(0))
     # Compute all three now, or XLA keeps the eight maps of comparisons until the gradient needs the place.
     largest, place, raw_largest = lax.optimization_barrier((largest, place, raw_largest))
-    return largest, (largest, place, raw_largest, affine)
+    return largest, (place, raw_largest, affine)
 
 
 def _pool_backward(spec: LayerSpec, residuals: Any, dy: Array) -> Any:
-    largest, place, raw_largest, affine = residuals
-    g, sums = reduction.backpropagate_relu(spec, dy, raw_largest, largest, None)
-    return _unpool(g, place), jnp.tile(affine[0], 4), (sums[1], sums[0])
+    place, raw_largest, affine = residuals
+    sums = reduction.sum_relu_gradient(spec, dy, raw_largest, place)
+    return None, jnp.tile(affine[0], 4), Windows(dy, lax.bitcast_convert_type(place, PLACE_DTYPE)), (sums[1], sums[0])
 
 
 def _unpool(dy: Array, place: Array) -> Array:
@@ -95,10 +139,10 @@ def _unpool(dy: Array, place: Array) -> Array:
     images, rows, columns, channels = dy.shape
     # The places of a block's two rows (or columns) in the window that begins above the block, and in the next window.
     # The first of them lies in the first window only: 9 makes a place that no window has.
-    places = np.array([[1, 2], [9, 0]], np.uint8)
+    places = np.array([[1, 2], [9, 0]])
     total: Any = 0
     for down, right in np.ndindex(2, 2):
-        own_place = 3 * places[down][:, None, None] + places[right][:, None]
+        own_place = 1 + 3 * places[down][:, None, None] + places[right][:, None]
         total = total + jnp.where(_shift(place, down, right) == own_place, _shift(dy, down, right), 0)
     return total.reshape(images, rows, columns, 4 * channels)
 

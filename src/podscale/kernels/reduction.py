@@ -72,6 +72,18 @@ def backpropagate_relu(
     return g, tuple(sums)
 
 
+def sum_relu_gradient(spec: LayerSpec, dy: Array, x: Array, y: Array) -> Arrays:
+    """Return the sums that `backpropagate_relu` does, of dy where y > 0 and of that times x, and no gradient."""
+    if not can_use_kernel(spec, dy):
+        return reference.backpropagate_relu(spec, dy, x, y, None)[1]
+
+    def compute(vectors: Arrays, dy: Array, x: Array, y: Array) -> tuple[Arrays, Arrays]:
+        g = jnp.where(y > 0, dy, 0.0)
+        return (), (g, g * x)
+
+    return tuple(_map_and_sum(spec, compute, (dy, x, y), (), terms=2)[1])
+
+
 def can_use_kernel(spec: LayerSpec, x: Array) -> bool:
     """Return whether the rows and channels of an array can be divided into blocks."""
     rows, channels = x.size // x.shape[-1], x.shape[-1]

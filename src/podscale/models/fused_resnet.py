@@ -53,8 +53,8 @@ class FusedChain:
         spec = self.make_spec(output_sums=not stem.norm.use_running_average)
         if not stem.small and images.shape[1] % 4 == images.shape[2] % 4 == 0:
             z = convolve_four_outputs(images, stem.conv.kernel[...])
-            raw = fused.make_raw_output(spec, z)
-            return pool.normalize_and_pool(spec, raw, self.compute_affine(stem.norm, raw, pixels=4))
+            raw, windows = pool.make_raw_blocks(spec, z)
+            return pool.normalize_and_pool(spec, raw, windows, self.compute_affine(stem.norm, raw, pixels=4))
         raw = fused.make_raw_output(spec, stem.conv(images))
         x = fused.activate(spec, raw, self.compute_affine(stem.norm, raw))
         return x if stem.small else max_pool(x)
