@@ -14,7 +14,7 @@ from podscale import recipe as recipes
 from podscale.errors import UserError
 from podscale.runs.events import Event
 from podscale.runs.folder import Run
-from podscale.training.reporters import trackers
+from podscale.training.reporters import tensorboard_events, trackers
 
 EVENTS = [
     Event("start", 0, 0.0, {"devices": 1, "kind": "cpu"}),
@@ -48,6 +48,22 @@ def test_tensorboard_is_always_written(run):
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.5)]
     assert set(events.Tags()["scalars"]) == {"start/devices", "train/loss", "eval/accuracy", "eval/examples"}
+
+
+def test_event_files_are_byte_for_byte_those_of_tensorboard(tmp_path):
+    from tensorboard.compat.proto import event_pb2, summary_pb2
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    scalars = {"train/loss": 0.1, "train/größe": float("nan"), "empty": 0.0, "large": -1e300, "long" * 40: 3.0}
+    with (tmp_path / "theirs").open("wb") as file:
+        writer = RecordWriter(file)
+        writer.write(event_pb2.Event(wall_time=1.5, file_version="brain.Event:2").SerializeToString())
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        event = event_pb2.Event(wall_time=2.5, step=300, summary=summary_pb2.Summary(value=values))
+        writer.write(event.SerializeToString())
+        writer.flush()
+    ours = tensorboard_events.encode_version(1.5) + tensorboard_events.encode_scalars(2.5, 300, scalars)
+    assert ours == (tmp_path / "theirs").read_bytes()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

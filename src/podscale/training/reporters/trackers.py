@@ -11,12 +11,13 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.runs.events import Event
 from podscale.runs.folder import Run
+from podscale.training.reporters import tensorboard_events
 
 
 class Tracker(Protocol):
@@ -43,46 +44,37 @@ class TensorBoard:
     """Event files in the run's folder. Points after the step that a run resumes from stay, and appear twice.
 
     A record that did not fit on the disk ends its file, because readers do not get past it; the next record starts a
-    new file. TensorBoard's own writer never writes again after such a fault.
+    new file.
     """
 
     def __init__(self, run: Run) -> None:
         self._folder = run.folder / "tensorboard"
-        self._writer: Any = None
+        self._file: IO[bytes] | None = None
 
     def write(self, event: Event) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # slow to import, and only needed here
-
-        points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in to_scalars(event).items()]
-        if points:
-            summary = summary_pb2.Summary(value=points)
-            self._append(event_pb2.Event(wall_time=time.time(), step=event.step, summary=summary))
-
-    def close(self) -> None:
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            writer.close()
-
-    def _append(self, record: Any) -> None:
+        scalars = to_scalars(event)
+        if not scalars:
+            return
         try:
-            if self._writer is None:
-                self._writer = self._open_file()
-            self._writer.write(record.SerializeToString())
-            self._writer.flush()
+            if self._file is None:
+                self._file = self._open_file()
+            self._file.write(tensorboard_events.encode_scalars(time.time(), event.step, scalars))
+            self._file.flush()
         except OSError:
             with suppress(OSError):
                 self.close()
             raise
 
-    def _open_file(self) -> Any:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
 
+    def _open_file(self) -> IO[bytes]:
         self._folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        writer: Any = RecordWriter((self._folder / name).open("xb"))
-        writer.write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        return writer
+        file = (self._folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}").open("xb")
+        file.write(tensorboard_events.encode_version(time.time()))
+        return file
 
 
 class WeightsAndBiases:
