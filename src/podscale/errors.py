@@ -40,10 +40,18 @@ def describe_os_error(error: OSError) -> str:
 
 
 class PreemptedError(Exception):
-    """Raised after a run was asked to stop and has saved its state."""
+    """Raised after a run was asked to stop and has saved its state.
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped as asked after step {step:,}, which is saved; the same command goes on from there")
+    Args:
+        step: the last update of the run.
+        nothing_new: this session has done no update, so there was nothing to save.
+    """
+
+    def __init__(self, step: int, *, nothing_new: bool = False) -> None:
+        saved = f"stopped on request after step {step:,}, which is saved; the same command resumes from there"
+        again = f"resumes after step {step:,}" if step else "starts again"
+        unsaved = f"stopped on request before the first step of this session; the same command {again}"
+        super().__init__(unsaved if nothing_new else saved)
         self.step = step
 
 

@@ -96,7 +96,7 @@ def test_after_sigterm_all_save_the_same_step_and_the_same_command_resumes(
         started[target].send_signal(signal.SIGTERM)
     codes, outputs = wait_for_exit(started)
     assert codes == [PREEMPTED] * processes, outputs[0][1][-2000:]
-    assert "the same command goes on from there" in outputs[0][1]
+    assert "the same command resumes from there" in outputs[0][1]
     assert not outputs[0][0]
     codes, outputs = wait_for_exit(start(tmp_path, processes, shape))
     assert codes == [0] * processes, outputs[0][1][-2000:]
@@ -112,5 +112,10 @@ def test_sigterm_before_the_first_step_stops_the_run(tmp_path):
         time.sleep(0.02)
     time.sleep(0.5)  # during compilation, most likely; in any case the exit code is one of these two
     started.send_signal(signal.SIGTERM)
-    (code,), _ = wait_for_exit([started])
+    (code,), ((_, errors),) = wait_for_exit([started])
     assert code in (PREEMPTED, -signal.SIGTERM)
+    assert code != PREEMPTED or errors.splitlines()[-1] in (
+        "podscale: stopped on request before the first step of this session; the same command starts again",
+        "podscale: stopped; no step was done since the start, and the same command starts again",
+    )
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").glob("[0-9]*"))

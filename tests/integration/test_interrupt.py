@@ -1,6 +1,7 @@
 """A program that cannot continue ends quickly, with one sentence, its own exit code, and no process left waiting."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,7 +43,11 @@ def test_ctrl_c_while_compiling_ends_with_its_exit_code(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "podscale: interrupted; the same command goes on from the last checkpoint"
+    assert errors.splitlines()[-1] in (
+        "podscale: interrupted; there is no checkpoint yet, so the same command starts again",
+        "podscale: interrupted; no step was done since the start, and the same command starts again",
+        "podscale: stopped; no step was done since the start, and the same command starts again",
+    )
     assert "Traceback" not in errors
 
 
@@ -111,7 +116,7 @@ def test_ctrl_c_while_loading_leaves_nothing_behind(tmp_path, cache):
     more = (
         f"--batch.size 16 --batch.span 16 --train.epochs 10000 --train.eval_epochs 10000 --plan.cache {cache}".split()
     )
-    arguments = ["finetune", "--data.path", str(data), *TINY, *more, "--run", str(run)]
+    arguments = ["imagefolder", "--data.path", str(data), *TINY, *more, "--run", str(run)]
     process = start(*arguments, TMPDIR=str(tmp_path / "tmp"))
     deadline = time.monotonic() + TIMEOUT_S
     while '"train"' not in read_text(run / "metrics.jsonl") and process.poll() is None and time.monotonic() < deadline:
@@ -121,7 +126,10 @@ def test_ctrl_c_while_loading_leaves_nothing_behind(tmp_path, cache):
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert time.monotonic() - interrupted_at < 15
     assert process.returncode == 130, errors[-2000:]
-    assert errors.splitlines()[-1] == "podscale: interrupted; the same command goes on from the last checkpoint"
+    *_, announcement, ending = errors.splitlines()
+    assert announcement == "podscale: stopping: this step will be saved; press Ctrl-C again to end at once"
+    (saved,) = re.findall(r"^podscale: interrupted; step (\d+) is saved, and the same command resumes", ending)
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.isdecimal()] == [saved]
     assert "Traceback" not in errors
     assert not list_session_processes(process.pid)
     assert not os.listdir(tmp_path / "tmp")
@@ -138,8 +146,8 @@ def test_a_truncated_image_is_reported_in_one_sentence(tmp_path):
     (tmp_path / "tmp").mkdir()
     broken = data / "train" / "dogs" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:-500])
-    more = "--batch.size 16 --batch.span 16 --train.epochs 4 --plan.steps_per_call 1".split()
-    arguments = ["finetune", "--data.path", str(data), *TINY, *more, "--run", str(run)]
+    more = "--batch.size 16 --batch.span 16 --train.epochs 4 --plan.steps_per_call 1 --data.bad_share 0".split()
+    arguments = ["imagefolder", "--data.path", str(data), *TINY, *more, "--run", str(run)]
     process = start(*arguments, TMPDIR=str(tmp_path / "tmp"))
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
@@ -164,9 +172,9 @@ def test_when_one_process_fails_no_other_waits_forever(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = "--model.name resnet8 --model.stem small --model.width 8 --data.image_size 16 --train.epochs 4".split()
+    settings = [*TINY, *"--train.epochs 4 --data.bad_share 0".split()]
     settings += f"--batch.size 16 --batch.span 16 --coordinator 127.0.0.1:{port} --processes 2".split()
-    arguments = ["finetune", "--data.path", str(data), *settings, "--run", str(tmp_path / "run")]
+    arguments = ["imagefolder", "--data.path", str(data), *settings, "--run", str(tmp_path / "run")]
     processes = [start(*arguments, "--process", str(i)) for i in range(2)]
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
     assert all(process.returncode for process in processes)
@@ -197,3 +205,45 @@ def test_a_diverged_model_is_right_about_nothing(logit):
 def test_ties_go_to_the_lower_class_in_top_1_and_top_5():
     counts = step._count_correct(jnp.zeros((3, 10)), jnp.array([0, 4, 5]))
     assert (int(counts.correct), int(counts.correct_top5)) == (1, 2)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    """The first asks for a checkpoint after a step that takes much longer than the test."""
+    program = (
+        "import os, signal, threading, time\n"
+        "from podscale.training.preemption import StopRequest\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with StopRequest(7) as stop:\n"
+        "    stop.is_requested(0)\n"
+        "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    while not stop.is_requested(1): time.sleep(0.01)\n"
+        "    print('asked', flush=True); time.sleep(600)\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    assert (process.returncode, process.stdout) == (130, "asked\n")
+    first, second = process.stderr.splitlines()[-2:]
+    assert first == "podscale: stopping: this step will be saved; press Ctrl-C again to end at once"
+    assert second == "podscale: ended at once; the same command resumes from the last checkpoint, if there is one"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_process_whose_main_thread_is_busy_in_native_code_before_the_first_step(number, code):
+    """One long call without a Python instruction in between, as compilation is."""
+    program = (
+        "import os, sys, threading\n"
+        "import ctypes\n"
+        "from podscale.training.preemption import StopRequest\n"
+        "with StopRequest(7):\n"
+        f"    threading.Timer(0.2, os.kill, (os.getpid(), {int(number)})).start()\n"
+        "    libc = ctypes.CDLL(None); mutex = (ctypes.c_char * 128)()\n"
+        "    libc.pthread_mutex_lock(mutex); libc.pthread_mutex_lock(mutex)\n"  # waits for itself, forever
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    assert process.returncode == code
+    expected = "podscale: stopped; no step was done since the start, and the same command resumes after step 7"
+    assert process.stderr.splitlines()[-1] == expected

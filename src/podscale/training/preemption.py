@@ -1,44 +1,138 @@
-"""Preemption: stop a run when a scheduler asks for its machines back.
+"""Stop a run on request: SIGTERM from a scheduler that wants its machines back, or Ctrl-C.
 
-A scheduler that wants its machines back sends SIGTERM to one or all processes of a run. Each process finishes the same
-call of the compiled step, the run is saved, and all exit with an exit code of their own, which tells the scheduler to
-start the same command again.
+Once an update is done, a request lets the current call finish and the run save its state. Before that there is nothing
+to save, and the run ends at once. A second Ctrl-C always ends it at once.
+
+Python runs its signal handlers only between two of its own instructions, and a compilation or a large batch may take
+minutes. So a thread reads every signal as it arrives and ends the process if the main thread does not. In a notebook,
+which has to survive, there is no such thread.
 """
 
+import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
 
+from podscale.errors import PreemptedError
+from podscale.report.notebook import is_notebook
+
+GRACE_S = 3.0  # in which the main thread may end by itself before the first update
+INTERRUPTED, PREEMPTED = 130, 75  # exit codes, as in `cli.main`
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopRequest:
-    """Whether this run is asked to stop; a context manager that handles SIGTERM.
+    """Whether this run is asked to stop; a context manager that handles SIGTERM and Ctrl-C.
 
     Several processes agree through JAX's own runtime, which handles SIGTERM itself: whichever process gets the signal,
-    all stop after the same call. A single process installs a handler of its own.
+    all stop after the same call. Their Ctrl-C is Python's own. A single process installs handlers of its own.
+
+    Args:
+        step: updates done before this session.
     """
 
-    def __init__(self) -> None:
-        self._requested = False
-        self._handles_signal = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+    def __init__(self, step: int = 0) -> None:
+        self._step, self._signal, self._has_progress = step, 0, False
+        self._handles_signals = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+        self._watcher = _Watcher(self) if self._handles_signals and not is_notebook() else None
 
     def is_requested(self, call: int) -> bool:
         """Whether to stop after this call; every process must ask after each of its calls."""
+        self._has_progress = True
         if jax.process_count() > 1:
             return bool(multihost_utils.reached_preemption_sync_point(call))
-        return self._requested
+        return bool(self._signal)
+
+    def make_error(self, step: int) -> BaseException:
+        """Return what ends a run that has saved its state after this step."""
+        if self._signal == signal.SIGINT:
+            return KeyboardInterrupt(f"step {step:,} is saved, and the same command resumes from there")
+        return PreemptedError(step)
+
+    def describe_start(self) -> str:
+        """Return what the same command will do, if this session has done nothing yet."""
+        again = f"resumes after step {self._step:,}" if self._step else "starts again"
+        return f"no step was done since the start, and the same command {again}"
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether this session has done an update."""
+        return self._has_progress
 
     def __enter__(self) -> Self:
-        if self._handles_signal:
-            self._previous_handler = signal.signal(signal.SIGTERM, self._handle)
+        if self._handles_signals:
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        if self._watcher:
+            self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handles_signal:
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        if self._watcher:
+            self._watcher.stop()
+        if self._handles_signals:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True
+        again, self._signal = self._signal == signal.SIGINT == number, number
+        if self._has_progress and not again:
+            return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt(self.describe_start() if not self._has_progress else "")
+        raise PreemptedError(self._step, nothing_new=True)
+
+
+class _Watcher:
+    """A thread that gets every signal when it arrives, whatever the main thread is doing."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self._request, self._stopped = request, threading.Event()
+
+    def start(self) -> None:
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._writer, self._previous = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="podscale-signals", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        signal.set_wakeup_fd(self._previous)
+        os.close(self._writer)  # the thread reads the end of the pipe, and ends
+        self._thread.join()
+        os.close(self._reader)
+
+    def _watch(self) -> None:
+        received: list[int] = []
+        while data := os.read(self._reader, 1):
+            if data[0] not in SIGNALS:
+                continue
+            received.append(data[0])
+            if received.count(signal.SIGINT) > 1 and self._request.has_progress:
+                self._end(
+                    "ended at once; the same command resumes from the last checkpoint, if there is one", INTERRUPTED
+                )
+            elif not self._request.has_progress:
+                threading.Thread(target=self._end_unless_stopped, args=(data[0],), daemon=True).start()
+            elif data[0] == signal.SIGINT:
+                _print("stopping: this step will be saved; press Ctrl-C again to end at once")
+
+    def _end_unless_stopped(self, number: int) -> None:
+        if not self._stopped.wait(GRACE_S):
+            code = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+            self._end(f"stopped; {self._request.describe_start()}", code)
+
+    def _end(self, text: str, code: int) -> None:
+        _print(text)
+        os._exit(code)
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(f"podscale: {text}", file=sys.stderr, flush=True)

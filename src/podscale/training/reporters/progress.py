@@ -1,6 +1,5 @@
 """Show the progress of a training: a bar on a terminal or in a notebook, a line now and then elsewhere."""
 
-import sys
 import time
 from html import escape
 from typing import Any, Protocol
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from podscale.report.counter import LINE_INTERVAL_S
+from podscale.report.notebook import is_notebook
 
 
 class Display(Protocol):
@@ -109,10 +109,3 @@ class _Clock:
     def estimate_remaining_s(self, step: int) -> float:
         """Return the seconds that the remaining steps take at this rate."""
         return (self._total - step) * (time.monotonic() - self._start_s) / max(step - self._done, 1)
-
-
-def is_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return type(shell).__name__ == "ZMQInteractiveShell"
