@@ -235,7 +235,7 @@ def test_an_error_in_the_background_reaches_the_consumer_once(tmp_path, recipe):
         Image.new("RGB", (9, 9)).save(path)
     index = index_files(paths)
     paths[5].write_bytes(paths[5].read_bytes()[:45])
-    batches = load_eval_batches(index, recipe, make_sharding(1, 0), 2)
+    batches = load_eval_batches(index, recipe.override({"data.bad_share": 0}), make_sharding(1, 0), 2)
     assert [next(batches).count, next(batches).count] == [2, 2]
     with pytest.raises(UserError, match=f"cannot read {paths[5]}: "):
         next(batches)
@@ -253,7 +253,7 @@ def test_a_bad_image_ends_the_loader_with_any_cache(tmp_path, recipe, monkeypatc
     paths[9].write_bytes(paths[9].read_bytes()[:-200])
     index = index_files(paths)
     index = index if kind == "none" else index.with_cache(kind, np.arange(len(index)))
-    with load_eval_batches(index, recipe, make_sharding(1, 0), 4) as batches:
+    with load_eval_batches(index, recipe.override({"data.bad_share": 0}), make_sharding(1, 0), 4) as batches:
         assert [next(batches).count, next(batches).count] == [4, 4]
         with pytest.raises(UserError, match=f"cannot read {paths[9]}: "):
             next(batches)

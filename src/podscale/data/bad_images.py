@@ -10,6 +10,7 @@ import threading
 from collections import deque
 
 from podscale.data.index.dataset import Index
+from podscale.data.index.unreadable import count_allowed
 from podscale.errors import UserError
 
 UNREADABLE = -2  # the label of an unreadable image in evaluation
@@ -21,11 +22,11 @@ class BadImages:
     Args:
         index: the split.
         lanes: lanes of the training order; the replacement of an image comes from the same lane.
-        share: share of the split's images that may be unreadable (`data.bad_share`); 0 tolerates none.
+        share: share of the split's images that may be unreadable (`data.bad_share`), at least one; 0 tolerates none.
     """
 
     def __init__(self, index: Index, lanes: int, share: float) -> None:
-        self._index, self._lanes, self._limit = index, lanes, int(share * len(index))
+        self._index, self._lanes, self._limit = index, lanes, count_allowed(len(index), share)
         self._reasons: dict[int, str] = {}
         self._new_messages: deque[str] = deque()
         self._lock = threading.Lock()
@@ -46,7 +47,10 @@ class BadImages:
             raise UserError(reason)
         if count > self._limit:
             share = f"{count} of {len(self._index)} images"
-            raise UserError(f"{share} cannot be read, more than data.bad_share allows; the last: {reason}")
+            raise UserError(
+                f"{share} cannot be read, more than data.bad_share allows; the last: {reason}; "
+                "`podscale data check` lists all"
+            )
 
     def find_readable(self, sample: int) -> int:
         """Return the sample itself, or the next one of its lane that is not known to be bad.

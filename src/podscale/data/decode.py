@@ -62,6 +62,7 @@ except ImportError:  # the package was installed where there is no C compiler or
     native = None
 
 
+NOT_BUILT = "plain (the native decoder was not built: install gcc and libjpeg-dev, then reinstall Podscale)"
 PPM_HEADER_BYTES = 1024  # longer headers are refused
 # Pillow warns of flaws that do not affect the pixels. Its own limit on pixels is checked in `Image.open`, which is not
 # used here: moving that limit would change a setting of the whole process.
@@ -80,9 +81,7 @@ def select_decoder() -> str:
     if setting == "plain":
         return "plain (PODSCALE_DECODER asks for it)"
     if native is None:
-        return (
-            "plain (the native decoder was not built: install a C compiler and libjpeg-turbo's headers, then podscale)"
-        )
+        return NOT_BUILT
     return "native"
 
 

@@ -87,14 +87,20 @@ class Files:
             raise self._make_truncation_error(int(samples[out_of_bounds[0]]))
         return [descriptor for descriptor, _ in containers], offsets, lengths
 
-    def measure(self, progress: Progress | None = None) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def measure(
+        self, progress: Progress | None = None, *, tolerant: bool = False
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Read all image headers in parallel.
+
+        Args:
+            progress: called with how many are done.
+            tolerant: an image whose header cannot be read has size 0 x 0.
 
         Returns:
             Width and height of each sample, int32 [n, 2], and its encoded bytes, int64 [n].
 
         Raises:
-            UserError: a sample is not an image.
+            UserError: a sample is not an image, unless tolerant; or a container cannot be read.
         """
         n = len(self.table)
         sizes, lengths = np.zeros((n, 2), np.int32), np.array(self.table.lengths, np.int64)
@@ -102,7 +108,14 @@ class Files:
         def measure_range(start: int) -> int:
             stop = min(start + IMAGES_PER_TASK, n)
             for sample in range(start, stop):
-                sizes[sample], lengths[sample] = self._measure_one(sample)
+                if self.packed:
+                    self.locate_bytes(np.array([sample]))  # a container that cannot be read is never tolerated
+                try:
+                    sizes[sample], lengths[sample] = self.measure_one(sample)
+                except UserError:
+                    if not tolerant:
+                        raise
+                    lengths[sample] = lengths[sample] if self.packed else self._measure_length(sample)
             return stop - start
 
         done = 0
@@ -113,7 +126,12 @@ class Files:
                     progress("images", done, n)
         return sizes, lengths
 
-    def _measure_one(self, sample: int) -> tuple[tuple[int, int], int]:
+    def measure_one(self, sample: int) -> tuple[tuple[int, int], int]:
+        """Return width and height of a sample, by its header, and its encoded bytes.
+
+        Raises:
+            UserError: it cannot be read, or is not an image.
+        """
         name = self.name(sample)
         if self.packed:
             (descriptor,), offsets, lengths = self.locate_bytes(np.array([sample]))
@@ -126,6 +144,12 @@ class Files:
                 return (header.width, header.height), os.fstat(file.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read {name}: {error.strerror}; replace or remove it") from error
+
+    def _measure_length(self, sample: int) -> int:
+        try:
+            return os.stat(self._get_file_path(sample)).st_size
+        except OSError:
+            return 0
 
     def _get_file_path(self, sample: int) -> str:
         """Return a loose file's path. A name in a stored table must not lead out of its folder."""

@@ -45,7 +45,7 @@ def load_recipe(name: str | Path = "digits") -> Recipe:
 
 def _read_text(name: str) -> tuple[str, str]:
     if name.endswith(".toml"):
-        return read_recipe_file(Path(name)), Path(name).stem
+        return read_recipe_file(Path(name).expanduser()), Path(name).stem
     if name not in list_presets():
         raise UserError(f"there is no recipe {name!r}: {suggest_names(name, list_presets())}")
     return resources.files("podscale.recipes").joinpath(f"{name}.toml").read_text(), name

@@ -31,7 +31,7 @@ class Data:
     eval_confidence: float = _field(
         1.0, "further views only of images whose first view has a class of lower probability; 1: of all"
     )
-    bad_share: float = _field(0.001, "share of a split's images that may turn out unreadable before the run stops")
+    bad_share: float = _field(0.001, "share of a split's images that may be unreadable, at least one; 0: none")
     mean: tuple[float, ...] = _field((0.485, 0.456, 0.406), "per-channel mean of pixels in 0..1")
     std: tuple[float, ...] = _field((0.229, 0.224, 0.225), "per-channel standard deviation of pixels in 0..1")
 
@@ -68,7 +68,7 @@ class Model:
         "float32", "of the computation; parameters and statistics are at least float32 (float64 is for checking)"
     )
     init: str = _field(
-        "", "weights to start from: a run's folder, a .safetensors file, a torch state dict, or hub:OWNER/NAME"
+        "", "initial weights: a run's folder, .safetensors, a torch state dict or hub:OWNER/NAME; required: give some"
     )
     freeze: tuple[str, ...] = _field((), "layers that stay as they are, such as layers.0; body: all but the head")
 

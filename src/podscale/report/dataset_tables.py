@@ -24,18 +24,30 @@ def show_survey(survey: dict[str, Any], console: Console) -> None:
         fewest, most = (f"{count:,}" for count in facts["pictures_per_class"].values())
         each = fewest if fewest == most else f"{fewest} to {most}"
         rows += [
-            (split, f"{facts['pictures']:,} images, {each} a class, {format_bytes(facts['bytes'])}"),
+            (split, f"{facts['pictures']:,} images, {each} per class, {format_bytes(facts['bytes'])}"),
             ("", sizes),
             *([("", kinds)] if kinds else []),
         ]
     if survey["unsplit"]:
-        rows.append(("split", "there are no folders train and val: every fifth image of a class validates"))
-    how = "kept from before and up to date" if survey["kept"] else "scanned"
+        rows.append(("split", "no folders train and val: every fifth image of each class is used for validation"))
+    rows += [("warning", text) for text in survey["warnings"]]
+    rows += _list_unreadable(survey)
+    how = "stored earlier, up to date" if survey["kept"] else "scanned"
     rows.append(("index", f"{how}, {survey['seconds']:.2f} s"))
     if any(facts["extensions"] for facts in survey["splits"].values()):
         rows.append(("train it", f"podscale train imagefolder {_format_data_options(survey)}"))
     console.print(make_table(survey["path"], rows))
     _show_classes(survey, console)
+
+
+def _list_unreadable(survey: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return rows about images that cannot be read, and the command that says why."""
+    names = [name for facts in survey["splits"].values() for name in facts["unreadable"]]
+    if not names:
+        return []
+    more = f", and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+    advice = f"podscale data check {shlex.quote(survey['path'])} says why"
+    return [("unreadable", f"{len(names):,}: {', '.join(names[:MAX_NAMES])}{more}; {advice}")]
 
 
 def _format_data_options(survey: dict[str, Any]) -> str:
@@ -53,7 +65,7 @@ def _show_classes(survey: dict[str, Any], console: Console) -> None:
     console.print(format_columns(["class", *counts], lines))
     if len(survey["classes"]) > MAX_LINES:
         remaining = len(survey["classes"]) - MAX_LINES
-        console.print(f"and {remaining:,} more; --json has them all", highlight=False)
+        console.print(f"and {remaining:,} more; --json lists them all", highlight=False)
 
 
 def show_check(check: dict[str, Any], console: Console) -> None:
@@ -64,7 +76,7 @@ def show_check(check: dict[str, Any], console: Console) -> None:
         for reason in reasons[:MAX_PROBLEMS]:
             console.print(f"  {reason}", highlight=False, markup=False)
         if count > MAX_PROBLEMS:
-            console.print(f"  and {count - MAX_PROBLEMS:,} more, which --json names", highlight=False)
+            console.print(f"  and {count - MAX_PROBLEMS:,} more; --json lists them all", highlight=False)
     for split, balance in check["classes"].items():
         if balance["uneven"]:
             (few, fewest), (many, most) = balance["fewest"], balance["most"]
@@ -72,8 +84,8 @@ def show_check(check: dict[str, Any], console: Console) -> None:
             console.print(f"uneven classes in {text}", highlight=False, markup=False)
     total, images = sum(check["pictures"].values()), check["pictures"].items()
     rows = [
-        ("looked at", ", ".join(f"{count:,} {split}" for split, count in images)),
-        ("found", "nothing wrong" if check["clean"] else _count_problems(len(check["findings"]))),
+        ("checked", ", ".join(f"{count:,} {split}" for split, count in images)),
+        ("problems", "none" if check["clean"] else f"{len(check['findings']):,}"),
         ("time", f"{check['seconds']:.1f} s, {total / max(check['seconds'], 1e-9):,.0f} images/s"),
     ]
     console.print(make_table(check["path"], rows))
@@ -85,12 +97,12 @@ def show_preparation(result: dict[str, Any], console: Console) -> None:
     methods = [f"{count:,} {method}" for method, count in result["how"].items()]
     remaining = len(methods) - MAX_METHODS
     how = ", ".join(methods[:MAX_METHODS]) + (f", and {remaining} more kinds" if remaining > 0 else "")
-    sizes = f"{format_bytes(result['bytes_in'])} became {format_bytes(result['bytes_out'])}"
+    sizes = f"{format_bytes(result['bytes_in'])} -> {format_bytes(result['bytes_out'])}"
     rows = [
         ("images", f"{images}, of {result['classes']:,} classes, in {result['shards']:,} shards"),
         ("how", how),
-        ("bytes", f"{sizes}, {result['ratio']:.2f} times"),
-        ("time", "it was prepared before" if result["already"] else f"{result['seconds']:.1f} s"),
+        ("size", f"{sizes} (x {result['ratio']:.2f})"),
+        ("time", "already prepared" if result["already"] else f"{result['seconds']:.1f} s"),
         ("use it", f"--data.source tar --data.path {result['prepared']}"),
     ]
     console.print(make_table("prepared", rows))
@@ -108,7 +120,3 @@ def format_bytes(count: int) -> str:
             break
         number, unit = number / 1000, larger
     return f"{count} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
-
-
-def _count_problems(count: int) -> str:
-    return "1 thing that is wrong" if count == 1 else f"{count:,} things that are wrong"

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from podscale.data.index.dataset import index_files, open_index
+from podscale.data.tools.survey import survey_data_set
 from podscale.errors import UserError
 from podscale.recipe import Data
 
@@ -69,6 +70,18 @@ def test_every_fifth_digit_validates_and_pixels_span_the_full_range():
     assert np.array_equal(splits.train.load_pixels(3)[..., 0], splits.train.images[3, ..., 2])
 
 
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    digits, splits = load_digits(), open_index(Data(source="digits"))
+    val = np.arange(1797) % 5 == 0
+    for index, part in ((splits.train, ~val), (splits.val, val)):
+        expected = (digits.images[part] * (255 / 16) + 0.5).astype(np.uint8)
+        assert all(np.array_equal(index.images[..., channel], expected) for channel in range(3))
+        assert np.array_equal(index.labels, digits.target[part])
+    assert splits.digest() == "752c7703"
+
+
 # --- folder --------------------------------------------------------------------------------------------------------
 
 
@@ -113,12 +126,40 @@ def test_refuses_a_file_for_a_folder(tmp_path):
 
 
 def test_refuses_an_empty_folder(tmp_path):
-    assert get_folder_refusal(tmp_path).startswith(f"the folder {tmp_path} is empty; it must hold")
+    assert get_folder_refusal(tmp_path).startswith(f"the folder {tmp_path} is empty; put the images of each class")
 
 
 def test_refuses_folders_without_images(tmp_path):
     (tmp_path / "ant").mkdir()
-    assert get_folder_refusal(tmp_path).startswith(f"{tmp_path} holds no images of classes; it must hold")
+    assert get_folder_refusal(tmp_path) == f"no class folder of {tmp_path} holds an image (.jpg .jpeg .png .webp): ant"
+    (tmp_path / "ant" / "notes.txt").write_text("mine")
+    (tmp_path / "ant").rename(tmp_path / "notes.txt")
+    assert get_folder_refusal(tmp_path).startswith(f"no class folder of {tmp_path} holds an image")
+
+
+def test_refuses_images_without_class_folders(tmp_path):
+    for i in range(3):
+        save_image(tmp_path / f"{i}.png")
+    expected = f"{tmp_path} holds 3 images but no class folders; move each into a folder of its class, such as"
+    assert get_folder_refusal(tmp_path).startswith(expected)
+
+
+def test_refuses_a_single_class_and_names_it(tmp_path):
+    for i in range(4):
+        save_image(tmp_path / "ant" / f"{i}.png")
+    expected = f"{tmp_path} holds images of one class only, ant; a classifier needs at least two"
+    assert get_refusal(survey_data_set, str(tmp_path)) == expected
+
+
+def test_names_the_folder_inside_that_holds_the_classes(tmp_path):
+    save_image(tmp_path / "photos" / "ant" / "0.png")
+    expected = f"{tmp_path} holds no images of classes, but {tmp_path}/photos does; use that path"
+    assert get_folder_refusal(tmp_path) == expected
+
+
+def test_a_split_by_another_name_is_named(folder):
+    (folder / "val").rename(folder / "validation")
+    assert get_folder_refusal(folder) == f"{folder} has no folder val; rename validation"
 
 
 @pytest.mark.parametrize(("present", "absent"), [("train", "val"), ("val", "train")])
@@ -130,12 +171,24 @@ def test_refuses_a_missing_split(tmp_path, present, absent):
 def test_refuses_a_split_without_classes(folder):
     (folder / "val").rename(folder / "elsewhere")
     save_image(folder / "val" / "0.png")
-    assert get_folder_refusal(folder).startswith(f"{folder}/val has no class folders; images belong in")
+    assert get_folder_refusal(folder).startswith(f"{folder}/val holds an image but no class folders; move")
 
 
-def test_refuses_a_class_without_images(folder):
-    (folder / "train" / "bee").mkdir()
-    assert get_folder_refusal(folder).startswith(f"the class folder {folder}/train/bee holds no images (.jpg")
+def test_class_folders_without_images_are_skipped_with_a_warning(folder):
+    for split in ("train", "val"):
+        (folder / split / "bee").mkdir()
+    splits = open_index(Data(source="folder", path=str(folder)))
+    assert splits.classes == ("ant", "cat")
+    assert [text.partition(" holds")[0] for text in splits.warnings] == [
+        f"class folder {folder}/{split}/bee" for split in ("train", "val")
+    ]
+
+
+def test_refuses_a_class_without_images_in_one_split(folder):
+    save_image(folder / "train" / "bee" / "0.png")
+    (folder / "val" / "bee").mkdir()
+    expected = f"class folder {folder}/val/bee holds no images, but {folder}/train/bee does; add some to it, or remove"
+    assert get_folder_refusal(folder).startswith(expected)
 
 
 @pytest.mark.parametrize(("here", "there"), [("train", "val"), ("val", "train")])
@@ -149,9 +202,12 @@ def test_refuses_a_class_that_is_in_one_split_only(folder, here, there):
 def test_refuses_a_header_that_cannot_be_read(folder, content):
     bad = folder / "val" / "cat" / "9.jpg"
     bad.write_bytes(content)
-    message = get_folder_refusal(folder)
-    assert message.startswith(f"cannot read {bad}: ")
-    assert message.endswith("; replace or remove it")
+    tolerated = open_index(Data(source="folder", path=str(folder)))  # one image, at any data.bad_share above 0
+    assert [tolerated.val.name(i) for i in tolerated.val.list_unreadable()] == [str(bad)]
+    message = get_refusal(open_index, Data(source="folder", path=str(folder), bad_share=0.0))
+    counts = f"1 of {len(tolerated.val)} validation images cannot be read, and data.bad_share 0 allows 0"
+    assert message.startswith(f"{counts}; the first: cannot read {bad}: ")
+    assert message.endswith(f"`podscale data check {folder}` lists all")
 
 
 def test_refuses_counts_that_differ_from_the_recipe(folder):

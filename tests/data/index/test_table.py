@@ -173,7 +173,7 @@ def test_huge_counts_are_refused_before_any_allocation(tmp_path):
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("labels", -1), ("labels", 3), ("sizes", 0), ("files", 2), ("files", -1), ("offsets", -1), ("lengths", -1)],
+    [("labels", -1), ("labels", 3), ("sizes", -1), ("files", 2), ("files", -1), ("offsets", -1), ("lengths", -1)],
 )
 def test_numbers_out_of_range_are_refused_in_an_otherwise_intact_file(tmp_path, column, value):
     written = make_tables()

@@ -47,8 +47,18 @@ def test_the_index_is_stored_and_follows_changes(photos):
 def test_refuses_a_class_with_a_single_image(photos):
     (photos / "bird").mkdir()
     Image.new("RGB", (10, 8)).save(photos / "bird" / "0.png")
-    with pytest.raises(UserError, match="bird holds 1 image; it takes two"):
+    with pytest.raises(UserError, match="bird holds 1 image; a class needs two"):
         open_index(Data(source="folder", path=str(photos)))
+
+
+def test_an_empty_class_folder_is_skipped_with_a_warning(photos):
+    (photos / "bird").mkdir()
+    splits = open_index(Data(source="folder", path=str(photos)))
+    assert splits.classes == ("cat", "dog")
+    assert splits.warnings == (
+        f"class folder {photos}/bird holds no images (.jpg .jpeg .png .webp) and is skipped; add some or remove it",
+    )
+    assert survey_data_set(str(photos))["warnings"] == list(splits.warnings)
 
 
 def test_refuses_a_train_folder_without_a_val_folder(photos):

@@ -126,7 +126,7 @@ def test_a_truncated_shard_is_reported(tmp_path):
 
 def test_the_command_reports_problems_as_text_as_json_and_by_its_exit_code(photos, capfd):
     assert main(["data", "check", str(photos)]) == 0
-    assert "nothing wrong" in capfd.readouterr().out
+    assert "problems  none" in capfd.readouterr().out
     (photos / "train" / "ant" / "empty.png").touch()
     assert main(["data", "check", str(photos)]) == 1
     output = capfd.readouterr().out

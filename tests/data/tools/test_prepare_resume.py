@@ -101,7 +101,7 @@ def test_interrupted_it_says_how_to_resume(many, tmp_path):
     command = [sys.executable, "-c", program, "shard", "add", "6", str(many), str(tmp_path / "to")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 130
-    assert done.stderr == "podscale: interrupted; the same command goes on after the last whole shard\n"
+    assert done.stderr == "podscale: interrupted; the same command resumes after the last complete shard\n"
     assert (tmp_path / "to" / "train-00000.tar").exists()
     assert not list((tmp_path / "to").glob("*.part"))
 

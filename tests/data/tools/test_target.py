@@ -68,7 +68,7 @@ def test_paths_that_are_not_data_sets_are_refused(photos, tmp_path):
     np.savez(tmp_path / "data.npz", train_images=np.zeros((1, 2, 2, 3), np.uint8))
     assert_refused("data.npz is a file; name a folder", tmp_path / "data.npz", tmp_path / "to", Settings())
     (tmp_path / "empty").mkdir()
-    assert_refused("holds neither train/CLASS/FILE", tmp_path / "empty", tmp_path / "to", Settings())
+    assert_refused("is empty; put the images of each class", tmp_path / "empty", tmp_path / "to", Settings())
     both = writers.write_tfrecord(writers.write_tar(tmp_path / "both"))
     assert_refused("can be read as tar and as tfrecord; choose one with --source", both, tmp_path / "to", Settings())
     assert prepare.prepare_data_set(both, tmp_path / "to", Settings(), kind="tar")["source"] == "tar"

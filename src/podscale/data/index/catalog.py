@@ -21,7 +21,13 @@ from podscale.config.fields import add_choice
 from podscale.data.files import THREADS, Files, Progress
 from podscale.data.index import table as tables
 from podscale.data.index.containers import folder, parquet, tar, tfrecord
-from podscale.data.index.containers.container import ContainerSamples, Format, Listing, resolve_labels
+from podscale.data.index.containers.container import (
+    ContainerSamples,
+    Format,
+    Listing,
+    list_visible,
+    resolve_labels,
+)
 from podscale.data.index.table import SPLITS, Strings, Table, Tables
 from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import UserError
@@ -35,9 +41,11 @@ FORMATS: dict[str, Format] = {
     "tfrecord": tfrecord.FORMAT,
     "parquet": parquet.FORMAT,
 }
+SHARD_ENDINGS = {"tar": ".tar", "tfrecord": ".tfrecord", "parquet": ".parquet"}
 INDEX_FILE = ".podscale-index"
 JOURNAL_FILE = "prepare.json"  # written by `podscale.data.tools.target` in the folder that a data set is prepared in
 MAX_JOURNAL_BYTES = 2**28
+MAX_WARNINGS = 3
 MIN_AGE_NS = 2 * 10**9  # file systems' clocks are coarse: data that changed just now may change again unnoticed
 
 
@@ -65,13 +73,18 @@ def detect_kind(root: Path, kind: str = "") -> str:
         return kind
     kinds = [kind for kind in FORMATS if _can_read_as(kind, root)]
     if len(kinds) > 1:
-        raise UserError(f"{root} can be read as {' and as '.join(kinds)}; choose one with --source")
-    if not kinds:
         raise UserError(
-            f"{root} holds neither {folder.LAYOUT}, nor CLASS/FILE alone, nor shards of both splits (train*, val*) "
-            "in tar, tfrecord or parquet files; check the path, or say with --source what it should hold"
+            f"{root} can be read as {' and as '.join(kinds)}; choose one with --source (--data.source in training)"
         )
-    return kinds[0]
+    return kinds[0] if kinds else _explain_kind(root)
+
+
+def _explain_kind(root: Path) -> str:
+    """Raise the error of the kind that a folder most likely is meant to be: that of its shards, or an image folder."""
+    names = [entry.name for folder in (root, root / "train") if folder.is_dir() for entry in list_visible(folder)]
+    shards = next((kind for kind, ending in SHARD_ENDINGS.items() if any(ending in name for name in names)), "folder")
+    FORMATS[shards].find(root)
+    raise UserError(f"{root} is no data set that Podscale can read; it must hold {folder.LAYOUT}, or shards")
 
 
 def _can_read_as(kind: str, root: Path) -> bool:
@@ -84,8 +97,12 @@ def _can_read_as(kind: str, root: Path) -> bool:
 
 def open_files(
     kind: str, root: Path, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
-) -> tuple[Files, Files, tuple[str, ...]]:
-    """Return the files of both splits and the class names: from a stored table if it is up to date, else by a scan."""
+) -> tuple[Files, Files, tuple[str, ...], tuple[str, ...]]:
+    """Return the files of both splits, the class names, and warnings about what was skipped.
+
+    They come from a stored table if it is up to date, else from a scan. An image whose header cannot be read has size
+    0 x 0 in the table.
+    """
     _check_complete(root)
     listing = FORMATS[kind].find(root)
     result = _load_stored_tables(kind, listing)
@@ -95,7 +112,7 @@ def open_files(
             with suppress(OSError):  # without a cache folder the table is in memory only
                 tables.save_tables(_get_cache_path(kind, root), result)
     train, val = (_make_files(kind, root, table, max_image_bytes) for table in (result.train, result.val))
-    return train, val, result.classes
+    return train, val, result.classes, _describe_skipped(listing)
 
 
 def list_samples(
@@ -139,6 +156,10 @@ def list_samples(
     left_out += [
         (split, path, message) for split in SPLITS for samples in lists[split] for path, message in samples.ignored
     ]
+    left_out += [
+        ("val" if path.startswith("val/") else "train", str(root / path), _describe_empty(root / path))
+        for path in listing.skipped
+    ]
     files = {
         split: _make_files(
             kind, root, _make_table(tuple(containers[split]), lists[split], labels[split]), max_image_bytes
@@ -146,6 +167,18 @@ def list_samples(
         for split in SPLITS
     }
     return files, classes, left_out
+
+
+def _describe_empty(path: Path) -> str:
+    return f"class folder {path} holds no images ({' '.join(folder.EXTENSIONS)}) and is skipped; add some or remove it"
+
+
+def _describe_skipped(listing: Listing) -> tuple[str, ...]:
+    """Return a warning for each class folder without images; one sentence if there are many."""
+    if len(listing.skipped) <= MAX_WARNINGS:
+        return tuple(_describe_empty(listing.root / path) for path in listing.skipped)
+    names = ", ".join(listing.skipped[:MAX_WARNINGS])
+    return (f"{len(listing.skipped)} class folders of {listing.root} hold no images and are skipped: {names}, ...",)
 
 
 def _check_complete(root: Path) -> None:
@@ -229,7 +262,7 @@ def scan_data_set(
                 progress(unit, before + count, total)
 
         table = _make_table(listing.paths[split], containers.pop(split), labels[split])
-        sizes, lengths = _make_files(kind, listing.root, table, max_image_bytes).measure(report)
+        sizes, lengths = _make_files(kind, listing.root, table, max_image_bytes).measure(report, tolerant=True)
         measured[split] = replace(table, sizes=sizes, lengths=lengths)
         done += len(table)
     return Tables(kind, listing.fingerprint, classes, **measured)

@@ -5,13 +5,13 @@ the same number is the same image on every host, since files are sorted by class
 are in memory (`images`) or in files (`read`, `locate_bytes`), of which only a table is in memory.
 """
 
-import importlib.util
 import math
 import os
 import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from podscale.data.files import Files, Progress, open_loose_files
 from podscale.data.index import catalog
 from podscale.data.index.containers import raw
 from podscale.data.index.containers.container import MAX_CLASSES
+from podscale.data.index.unreadable import check_unreadable
 from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.data.random import Stream, draw_uint32
 from podscale.errors import UserError
@@ -55,6 +56,10 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def list_unreadable(self) -> list[int]:
+        """Return the images whose headers could not be read when they were indexed."""
+        return [] if self.files is None else np.flatnonzero((self.files.table.sizes == 0).any(axis=1)).tolist()
 
     @property
     def max_image_bytes(self) -> int:
@@ -152,11 +157,12 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The two indexes of a data set, and its class names by label."""
+    """The two indexes of a data set, its class names by label, and warnings about what was skipped."""
 
     train: Index
     val: Index
     classes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """Return eight hex digits that identify the data set: of labels, sizes, and lengths of files or pixels."""
@@ -203,6 +209,17 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
     return splits
 
 
+def check_classes(splits: Splits, data: recipe.Data) -> None:
+    """Refuse a data set of one class, which nothing can be learnt from.
+
+    Raises:
+        UserError: it has one class.
+    """
+    if len(splits.classes) < 2:
+        where = data.path or data.source
+        raise UserError(f"{where} holds images of one class only, {splits.classes[0]}; a classifier needs at least two")
+
+
 def split_hold_out(train: Index, share: float) -> tuple[Index, Index]:
     """Split the training images into training and validation. The choice is fixed: no seed changes it.
 
@@ -230,12 +247,15 @@ def index_files(paths: Sequence[str | os.PathLike[str]], max_image_bytes: int = 
 
 def _open_files(data: recipe.Data, progress: Progress | None) -> Splits:
     root = _resolve_path(data.path, "folder")
-    train, val, classes = catalog.open_files(data.source, root, progress, data.max_image_bytes)
-    return Splits(_make_file_index(train), _make_file_index(val), classes)
+    train, val, classes, warnings = catalog.open_files(data.source, root, progress, data.max_image_bytes)
+    for files, split in ((train, "training"), (val, "validation")):
+        check_unreadable(files, split, data)
+    return Splits(_make_file_index(train), _make_file_index(val), classes, warnings)
 
 
 def _make_file_index(files: Files) -> Index:
-    return Index(files.table.labels, files.table.sizes, files=files)
+    # An image without a size is found unreadable when it is read; until then any size will do.
+    return Index(files.table.labels, np.maximum(files.table.sizes, 1), files=files)
 
 
 def _resolve_path(path: str, kind: str) -> Path:
@@ -258,25 +278,14 @@ def _make_array_index(images: NDArray[np.uint8], labels: NDArray, noun: str) -> 
 
 
 def _open_digits(_: str) -> Splits:
-    """Load scikit-learn's 1797 digits. Every fifth validates; values 0..16 become 0..255."""
-    table = _read_digits()
-    gray = (table[:, :-1].reshape(-1, 8, 8) * (255 / 16) + 0.5).astype(np.uint8)
-    images, labels = np.repeat(gray[..., None], 3, axis=3), table[:, -1].astype(np.int32)
+    """Load the 1797 digits that ship with Podscale. Every fifth validates; values 0..16 become 0..255."""
+    with resources.files("podscale.data").joinpath("digits.npz").open("rb") as file:
+        arrays = np.load(file, allow_pickle=False)
+        gray, labels = (arrays["images"] * (255 / 16) + 0.5).astype(np.uint8), arrays["labels"].astype(np.int32)
+    images = np.repeat(gray[..., None], 3, axis=3)
     val = np.arange(len(images)) % 5 == 0
     train, validation = (_make_array_index(images[part], labels[part], "digit") for part in (~val, val))
     return Splits(train, validation, tuple(map(str, range(10))))
-
-
-def _read_digits() -> NDArray[np.float64]:
-    """Return 64 values and the label of each digit, from scikit-learn's file: to import scikit-learn takes longer."""
-    package = importlib.util.find_spec("sklearn")
-    file = Path(package.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if package else None
-    if file is not None and file.is_file():
-        return np.loadtxt(file, delimiter=",")
-    from sklearn.datasets import load_digits
-
-    data, labels = load_digits(return_X_y=True)
-    return np.column_stack([data, labels])
 
 
 # --- CIFAR's and MNIST's own files ---------------------------------------------------------------------------------

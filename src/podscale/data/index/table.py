@@ -90,9 +90,9 @@ class Strings:
 class Table:
     """The samples of one split.
 
-    Sample i is of class labels[i] and has sizes[i] (width, height) pixels. Its bytes are lengths[i] from offsets[i] on
-    in the container paths[files[i]]; if that is a folder, in the file names[i] in it. `names` is empty for containers
-    whose samples have none.
+    Sample i is of class labels[i] and has sizes[i] (width, height) pixels, 0 x 0 if its header cannot be read. Its
+    bytes are lengths[i] from offsets[i] on in the container paths[files[i]]; if that is a folder, in the file names[i]
+    in it. `names` is empty for containers whose samples have none.
     """
 
     labels: NDArray[np.int32]  # [n]
@@ -273,7 +273,7 @@ def _make_table(arrays: list[NDArray], paths: tuple[str, ...], classes: int) -> 
     labels, sizes, files, offsets, lengths, starts, blob = arrays
     ranges = (
         (labels, 0, classes),
-        (sizes, 1, 2**31),
+        (sizes, 0, 2**31),  # 0: the header could not be read
         (files, 0, len(paths)),
         (offsets, 0, 2**62),
         (lengths, 0, 2**62),

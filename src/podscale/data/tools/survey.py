@@ -14,7 +14,7 @@ from podscale.config.fields import replace_fields
 from podscale.data.files import Progress
 from podscale.data.index import catalog
 from podscale.data.index.containers import folder, raw
-from podscale.data.index.dataset import Index, open_index
+from podscale.data.index.dataset import Index, check_classes, open_index
 from podscale.data.index.table import SPLITS, Strings
 from podscale.errors import UserError
 
@@ -45,8 +45,11 @@ def survey_data_set(
 
     if kind not in IN_MEMORY_KINDS:
         kind = ("" if kind else _detect_in_memory_kind(Path(path))) or catalog.detect_kind(Path(path), kind)
-    data = replace_fields(recipe.Data(max_image_mib=max_image_mib), "data", {"source": kind, "path": path})
+    data = replace_fields(
+        recipe.Data(max_image_mib=max_image_mib), "data", {"source": kind, "path": path, "bad_share": 1.0}
+    )
     splits = open_index(data, report)
+    check_classes(splits, data)
     seconds = time.monotonic() - start
     return {
         "path": path,
@@ -54,6 +57,7 @@ def survey_data_set(
         "classes": list(splits.classes),
         "unsplit": kind == "folder" and bool(folder.find_unsplit_classes(Path(path))),
         "splits": {split: _summarize_split(getattr(splits, split), len(splits.classes)) for split in SPLITS},
+        "warnings": list(splits.warnings),
         "kept": not scanned,
         "seconds": seconds,
     }
@@ -88,6 +92,7 @@ def _summarize_split(index: Index, classes: int) -> dict[str, Any]:
         "extensions": count_extensions(index.files.table.names) if index.files is not None else {},
         "pictures_per_class": {"fewest": int(per_class.min()), "most": int(per_class.max())},
         "class_counts": per_class.tolist(),
+        "unreadable": [index.name(sample) for sample in index.list_unreadable()],
     }
 
 

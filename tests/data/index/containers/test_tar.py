@@ -163,8 +163,8 @@ def test_refuses_files_that_are_not_tars(tmp_path, content):
 def test_refusal_names_the_member_that_is_not_an_image(tmp_path):
     root = writers.write_tar(tmp_path / "tar")
     write_shard(root / "train-002.tar", ("cat/bad.jpg", b"GIF89a"))
-    with pytest.raises(UserError, match=f"cannot read {root}/train-002.tar/cat/bad.jpg: it is neither JPEG"):
-        open_index(Data(source="tar", path=str(root)))
+    with pytest.raises(UserError, match=f"the first: cannot read {root}/train-002.tar/cat/bad.jpg: it is neither JPEG"):
+        open_index(Data(source="tar", path=str(root), bad_share=0.0))
 
 
 def test_shard_truncated_after_indexing_is_refused(tmp_path):

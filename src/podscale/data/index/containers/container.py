@@ -40,6 +40,7 @@ class Listing:
         portable_fingerprint: the same without modification times, for an index that is copied with its data.
         newest_ns: newest modification time.
         classes: class names from `classes.txt` beside the shards.
+        skipped: class folders without images, relative to `root`.
     """
 
     root: Path
@@ -49,6 +50,7 @@ class Listing:
     portable_fingerprint: str
     newest_ns: int
     classes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

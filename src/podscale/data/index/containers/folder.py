@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from podscale.data.index.containers.container import (
+    SPLIT_NAMES,
     ContainerSamples,
     Format,
     Listing,
@@ -25,53 +26,104 @@ from podscale.errors import UserError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 LAYOUT = "train/CLASS/FILE and val/CLASS/FILE, or CLASS/FILE"
 VALIDATION_STRIDE = 5
+MAX_NAMES = 5  # of class folders in a message
+RESERVED = {"train", "val", "validation", "test"}  # a folder with one of these is split already
 # Both splits of an unsplit folder are in the same class folders; the suffix of a container's path selects the split.
 UNSPLIT = {"train": "/.", "val": "/./."}
 
 
 def find(root: Path) -> Listing:
-    """List the class folders. A folder's modification time changes when a file is added, removed or renamed."""
+    """List the class folders. A folder's modification time changes when a file is added, removed or renamed.
+
+    Class folders without images are skipped, and listed as such.
+    """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; data.path must hold {LAYOUT}")
-    if not list_visible(root):
-        raise UserError(f"the folder {root} is empty; it must hold {LAYOUT}")
-    unsplit = find_unsplit_classes(root)
-    if unsplit:
-        paths = {split: tuple(name + UNSPLIT[split] for name in unsplit) for split in SPLITS}
-        changed = {name: stat_file(root / name)[1] for name in unsplit}
-        return _make_listing(root, paths, changed, dict.fromkeys(SPLITS, str(root)))
-    if not any((root / split).is_dir() for split in SPLITS):
-        raise UserError(f"{root} holds no images of classes; it must hold {LAYOUT}")
+    folders = _list_folders(root)
+    if not RESERVED & set(folders):
+        return _find_unsplit(root, folders)
     for split in SPLITS:
-        if not (root / split).is_dir():
-            raise UserError(f"{root} has no folder {split}; it must hold {LAYOUT}")
-    paths, changed = {}, {}
+        if split not in folders:
+            other = next((name for name in SPLIT_NAMES[split] if name in folders), "")
+            raise UserError(
+                f"{root} has no folder {split}; " + (f"rename {other}" if other else f"it must hold {LAYOUT}")
+            )
+    classes = {split: _list_folders(root / split) for split in SPLITS}
+    present = {split: [name for name in classes[split] if _has_images(root / split / name)] for split in SPLITS}
     for split in SPLITS:
-        folders = sorted(entry.name for entry in list_visible(root / split) if is_folder(entry))
-        if not folders:
-            raise UserError(f"{root / split} has no class folders; images belong in {root / split}/CLASS/FILE")
-        paths[split] = tuple(f"{split}/{name}" for name in folders)
-        changed |= {name: stat_file(root / name)[1] for name in (split, *paths[split])}
-    return _make_listing(root, paths, changed, {split: str(root / split) for split in SPLITS})
+        if not present[split]:
+            raise _explain_no_classes(root / split, classes[split])
+        other = next(name for name in SPLITS if name != split)
+        for name in set(classes[split]) & set(present[other]) - set(present[split]):
+            empty, full = root / split / name, root / other / name
+            raise UserError(f"class folder {empty} holds no images, but {full} does; add some to it, or remove both")
+    paths = {split: tuple(f"{split}/{name}" for name in present[split]) for split in SPLITS}
+    changed = {name: stat_file(root / name)[1] for split in SPLITS for name in (split, *paths[split])}
+    without_images = [f"{split}/{name}" for split in SPLITS for name in classes[split] if name not in present[split]]
+    return _make_listing(root, paths, changed, {split: str(root / split) for split in SPLITS}, without_images)
+
+
+def _find_unsplit(root: Path, folders: list[str]) -> Listing:
+    classes = [name for name in folders if _has_images(root / name)]
+    if not classes:
+        raise _explain_no_classes(root, folders)
+    paths = {split: tuple(name + UNSPLIT[split] for name in classes) for split in SPLITS}
+    changed = {name: stat_file(root / name)[1] for name in classes}
+    without_images = [name for name in folders if name not in classes]
+    return _make_listing(root, paths, changed, dict.fromkeys(SPLITS, str(root)), without_images)
 
 
 def _make_listing(
-    root: Path, paths: dict[str, tuple[str, ...]], changed: dict[str, int], descriptions: dict[str, str]
+    root: Path,
+    paths: dict[str, tuple[str, ...]],
+    changed: dict[str, int],
+    descriptions: dict[str, str],
+    without_images: list[str],
 ) -> Listing:
     fingerprint = compute_digest([paths, changed])
-    return Listing(root, paths, descriptions, fingerprint, fingerprint, max(changed.values()))
+    return Listing(
+        root, paths, descriptions, fingerprint, fingerprint, max(changed.values()), skipped=tuple(without_images)
+    )
+
+
+def _explain_no_classes(root: Path, folders: list[str]) -> UserError:
+    """Return an error that names what is wrong with a folder in which no class has an image."""
+    example = f"such as {root / 'cats' / '1.jpg'}"
+    images = sum(entry.name.lower().endswith(EXTENSIONS) for entry in list_visible(root))
+    if images:
+        count = "an image" if images == 1 else f"{images:,} images"
+        return UserError(f"{root} holds {count} but no class folders; move each into a folder of its class, {example}")
+    if not list_visible(root):
+        return UserError(
+            f"the folder {root} is empty; put the images of each class into a folder of their own, {example}"
+        )
+    for name in folders:
+        if any(_has_images(root / name / inner) for inner in _list_folders(root / name)):
+            return UserError(f"{root} holds no images of classes, but {root / name} does; use that path")
+    if folders:
+        names = ", ".join(folders[:MAX_NAMES])
+        return UserError(f"no class folder of {root} holds an image ({' '.join(EXTENSIONS)}): {names}")
+    return UserError(f"{root} holds no images of classes; it must hold {LAYOUT}")
 
 
 def find_unsplit_classes(root: Path) -> list[str]:
-    """Return the class folders of a folder without splits; empty unless there are two or more and all hold images."""
-    folders = sorted(entry.name for entry in list_visible(root) if is_folder(entry))
-    if len(folders) < 2 or {"train", "val", "validation", "test"} & set(folders):
-        return []
-    return folders if all(_has_images(root / name) for name in folders) else []
+    """Return the classes of a folder without splits; empty unless two or more of its folders hold images."""
+    folders = _list_folders(root)
+    classes = [name for name in folders if _has_images(root / name)]
+    return classes if len(classes) > 1 and not RESERVED & set(folders) else []
+
+
+def _list_folders(root: Path) -> list[str]:
+    return sorted(entry.name for entry in list_visible(root) if is_folder(entry))
 
 
 def _has_images(folder: Path) -> bool:
-    return any(entry.name.lower().endswith(EXTENSIONS) for entry in list_visible(folder))
+    """Return whether there is an image; stops at the first."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(not e.name.startswith(".") and e.name.lower().endswith(EXTENSIONS) for e in entries)
+    except OSError as error:
+        raise UserError(f"cannot list the folder {folder}: {error.strerror}; check its permissions") from error
 
 
 def scan(folder: str) -> ContainerSamples:
@@ -82,12 +134,14 @@ def scan(folder: str) -> ContainerSamples:
     names = sorted(entry.name for entry in entries if is_file(entry))
     others = sorted((entry.path, describe_entry(entry)) for entry in entries if not is_file(entry))
     if split and len(names) < 2:
-        raise UserError(f"the class folder {folder} holds {len(names)} image; it takes two to train and validate")
+        raise UserError(
+            f"class folder {folder} holds {len(names)} image; a class needs two, one to train on and one to validate on"
+        )
     if split:
         names = [name for i, name in enumerate(names) if (i % VALIDATION_STRIDE == 0) == (split == "val")]
     if not names:
         kinds = " ".join(EXTENSIONS)
-        raise UserError(f"the class folder {folder} holds no images ({kinds}); add some or remove it")
+        raise UserError(f"class folder {folder} holds no images ({kinds}); add some or remove it")
     zeros = np.zeros(len(names), np.int64)
     return ContainerSamples(
         zeros,
