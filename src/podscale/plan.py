@@ -196,7 +196,7 @@ class Plan:
         parts = f" in {self.micro_batches} micro-batches of {self.micro_images}" if self.micro_batches > 1 else ""
         images = self.memory.images
         resident = f"; all images on every device ({images / 2**20:,.0f} MiB)" if images else ""
-        excess = ": more than there is, even in slices of one group" if need > p.memory_bytes else ""
+        excess = ": does not fit, even one batch-norm group at a time" if need > p.memory_bytes else ""
         return [
             ("recipe", f"{self.recipe.name} {self.recipe.digest()}"),
             ("data", f"{self.counts.train:,} train, {self.counts.val:,} val, {self.counts.classes:,} classes"),

@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from support.command_line import run_json, run_podscale, run_refused
 
 from podscale import recipe as recipes
 from podscale.cli.main import main
@@ -37,42 +39,8 @@ COMMANDS += [("data", "index"), ("data", "check"), ("data", "show"), ("data", "p
 DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
 
 
-def run_podscale(folder, *arguments):
-    """Run the program in a folder, as on a machine without accelerators."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONWARNINGS")}
-    return subprocess.run(
-        [sys.executable, "-m", "podscale", *map(str, arguments)],
-        cwd=folder,
-        env=environment | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def run_json(folder, *arguments):
-    """Run a command and return the one JSON object that it prints."""
-    done = run_podscale(folder, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    result = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert isinstance(result, dict)
-    assert done.stdout.count("\n") == 1
-    return result
-
-
 def read_contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-
-
-def run_refused(folder, *arguments):
-    """Run a command that is refused, and return its one sentence."""
-    done = run_podscale(folder, *arguments)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("podscale: ")
-    return done.stderr.removeprefix("podscale: ").rstrip("\n")
 
 
 def run_refused_unchanged(folder, *arguments):
@@ -116,6 +84,34 @@ def test_help_lists_every_command(tmp_path):
     for command in COMMANDS:
         assert command[0] in done.stdout
     assert "example: podscale " in done.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["data"], ["bench"]])
+def test_a_command_that_needs_another_prints_its_help(command, capsys):
+    assert main(command) == 0
+    assert "COMMAND ..." in (output := capsys.readouterr().out) or "WHAT ..." in output
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"podscale {metadata.version('podscale')}\n")
+
+
+def test_the_help_of_training_starts_with_common_options_and_shows_the_recipes_own_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "imagefolder", "--help"])
+    text = capsys.readouterr().out
+    lines, words = text.splitlines(), " ".join(text.split())
+    assert lines[0] == "usage: podscale train [RECIPE] [options]"
+    assert text.index("--batch.size") < text.index("--data.source") < text.index("--plan.summation")
+    assert "images per update, over the whole pod (default: 64)" in words
+    assert "--optimizer.name lars|sgd|adamw|muon the update rule (default: muon)" in words
+    assert "--plan.payload float32|bfloat16" in words
+    assert "as the recipe says" not in words
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "images per update, over the whole pod (default: 128)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -298,8 +294,8 @@ def test_mistakes_with_a_run_are_sentences(trained, arguments, words):
 
 
 MISTAKES = [
-    ((), "COMMAND"),
-    (("trian",), "trian"),
+    (("trian",), "there is no command 'podscale trian': did you mean train?"),
+    (("data", "indx"), "did you mean index?"),
     (("train", "digit"), "did you mean digits?"),
     (("train", "nowhere.toml"), "nowhere.toml"),
     (("train", "--optimizer.momentm", "0.9"), "did you mean --optimizer.momentum"),
@@ -326,7 +322,6 @@ MISTAKES = [
     (("export", "--to", "x.onnx"), "there is no run under runs"),
     (("export", "nowhere", "--to", "x.onnx"), "there is no run in nowhere"),
     (("export",), "--to"),
-    (("data",), "WHAT"),
     (("data", "index"), "PATH"),
     (("data", "index", "nowhere"), "there is no folder nowhere"),
     (("data", "index", "file.txt"), "file.txt is a file"),
@@ -334,7 +329,7 @@ MISTAKES = [
     (("data", "prepare", ".", "to", "--source", "npz"), "invalid choice: 'npz'"),
     (("data", "prepare", "nowhere"), "DST"),
     (("data", "prepare", "nowhere", "to"), "there is no folder nowhere"),
-    (("data", "prepare", ".", "."), "holds neither train/CLASS/FILE"),
+    (("data", "prepare", ".", "."), "holds no images of classes; it must hold train/CLASS/FILE"),
     (("data", "prepare", ".", ".", "--source", "tar"), "is the source itself"),
     (("data", "prepare", ".", "to", "--source", "tar"), "is inside of"),
     (("data", "prepare", ".", "to", "--longest", "many"), "--longest"),
@@ -421,7 +416,7 @@ def test_prepared_photos_train_to_the_same_numbers(photos):
     assert result["prepared"] == "prepared"
     again = run_podscale(photos, "data", "prepare", "photos", "prepared")
     assert again.returncode == 0
-    assert "it was prepared before" in again.stdout
+    assert "already prepared" in again.stdout
     assert "--data.source tar --data.path prepared" in again.stdout
     run_json(photos, "train", "mine.toml", "--run", "one", "--json")
     run_json(photos, "train", "mine.toml", "--run", "two", "--data.source", "tar", "--data.path", "prepared", "--json")
@@ -435,7 +430,7 @@ def test_the_index_of_photos_is_shown(photos):
     assert (result["source"], result["classes"], result["kept"]) == ("folder", ["bright", "dark"], False)
     output = run_podscale(photos, "data", "index", "photos").stdout
     assert "2: bright, dark" in output
-    assert "8 images, 4 a class" in output
+    assert "8 images, 4 per class" in output
     assert "smallest 32 x 24" in output
     assert "8 .jpg" in output
 
@@ -465,23 +460,33 @@ def test_an_empty_folder_is_named(photos):
     assert "empty is empty" in run_refused_unchanged(photos, "train", "mine.toml", "--data.path", "empty")
 
 
-def test_a_class_without_images_is_named(photos):
+@pytest.mark.heavy
+def test_an_empty_class_and_a_broken_file_are_reported_and_training_goes_on(photos):
     (photos / "photos" / "train" / "grey").mkdir()
-    assert "photos/train/grey holds no images" in run_refused_unchanged(photos, "train", "mine.toml")
+    (photos / "photos" / "train" / "dark" / "3.jpg").write_bytes(b"")
+    done = run_podscale(photos, "train", "mine.toml", "--run", "run")
+    assert done.returncode == 0, done.stderr
+    assert "warning: class folder photos/train/grey holds no images" in done.stdout
+    assert "cannot read photos/train/dark/3.jpg" in done.stdout
+    assert "photos/train/dark/3.jpg" in (photos / "run" / "bad-pictures-0.txt").read_text()
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("victim", ["train/dark/3.jpg", "val/bright/2.jpg"])
-def test_a_truncated_jpeg_is_named(photos, victim):
+def test_a_truncated_jpeg_is_named_where_none_is_tolerated(photos, victim):
     path = photos / "photos" / victim
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     before = read_contents(photos / "photos")
-    assert f"photos/{victim}" in run_refused(photos, "train", "mine.toml", "--run", "run")
+    sentence = run_refused(photos, "train", "mine.toml", "--run", "run", "--data.bad_share", "0")
+    assert f"photos/{victim}" in sentence
     assert read_contents(photos / "photos") == before
 
 
-@pytest.mark.heavy
-def test_a_truncated_header_is_named_before_anything_is_written(photos):
-    path = photos / "photos" / "train" / "dark" / "3.jpg"
-    path.write_bytes(path.read_bytes()[:100])
-    assert "photos/train/dark/3.jpg" in run_refused_unchanged(photos, "train", "mine.toml")
+def test_more_unreadable_files_than_allowed_are_counted_before_anything_is_written(photos):
+    for name in ("1.jpg", "3.jpg"):
+        (photos / "photos" / "train" / "dark" / name).write_text("<html>not found</html>")
+    sentence = run_refused_unchanged(photos, "train", "mine.toml")
+    assert sentence.startswith("2 of 8 training images cannot be read, and data.bad_share 0.001 allows 1; the first: ")
+    assert sentence.endswith("`podscale data check photos` lists all")
+    result = run_json(photos, "data", "index", "photos", "--json")
+    assert result["splits"]["train"]["unreadable"] == [f"photos/train/dark/{name}" for name in ("1.jpg", "3.jpg")]

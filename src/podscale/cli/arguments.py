@@ -1,4 +1,4 @@
-"""Turn parsed arguments into values: recipe, options, pod and console.
+"""Turn parsed arguments into values: recipe, options, pod and consoles.
 
 JAX is imported only in `read_pod`, so that `--help` and mistakes in a command stay fast.
 """
@@ -8,6 +8,7 @@ import sys
 from typing import Any, TextIO, cast
 
 from podscale import recipe as recipes
+from podscale.cli.imports import import_user_code
 from podscale.cli.safe_stream import SafeStream
 from podscale.config.fields import replace_fields
 from podscale.config.options import Options, PodOptions
@@ -15,7 +16,8 @@ from podscale.recipe import SECTIONS, Recipe
 
 
 def read_recipe(arguments: argparse.Namespace) -> Recipe:
-    """Return the named recipe with the fields that the command line sets."""
+    """Return the named recipe with the fields that the command line sets, after `--import`."""
+    import_user_code(arguments.imports)
     return recipes.override_recipe(recipes.load_recipe(arguments.recipe), collect_fields(arguments, SECTIONS))
 
 
@@ -49,13 +51,29 @@ def _collect_section(arguments: argparse.Namespace, name: str) -> dict[str, str]
     return {k.partition(".")[2]: v for k, v in collect_fields(arguments, (name,)).items()}
 
 
+# --- consoles ------------------------------------------------------------------------------------------------------
+
+
 def make_console(arguments: argparse.Namespace) -> Any:
-    """Return the console for output that people read; quiet in all processes but the main one."""
+    """Return the console for a command's result, which `--json` prints in another form."""
+    return _make_console(sys.stdout, quiet=arguments.json)
+
+
+def make_log_console(arguments: argparse.Namespace) -> Any:
+    """Return the console for the log of a long command: stdout, or stderr with `--json`."""
+    return _make_console(sys.stderr if arguments.json else sys.stdout)
+
+
+def make_progress_console() -> Any:
+    """Return the console for progress, which is no part of the result: stderr."""
+    return _make_console(sys.stderr)
+
+
+def _make_console(stream: TextIO, quiet: bool = False) -> Any:
+    """Return a console on a stream, quiet in all processes but the main one."""
     from rich.console import Console
 
-    # With --json, stdout carries one JSON object only, and everything else goes to stderr.
-    stream = SafeStream(sys.stderr if arguments.json else sys.stdout)
-    return Console(file=cast(TextIO, stream), soft_wrap=True, quiet=not is_main_process())
+    return Console(file=cast(TextIO, SafeStream(stream)), soft_wrap=True, quiet=quiet or not is_main_process())
 
 
 def is_main_process() -> bool:

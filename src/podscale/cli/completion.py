@@ -87,8 +87,8 @@ def list_candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[s
 
 
 def _find_subparser(parser: argparse.ArgumentParser, word: str) -> argparse.ArgumentParser | None:
-    action = next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
-    return action.choices.get(word) if action else None
+    commands = getattr(parser, "commands", None)
+    return commands.choices.get(word) if commands else None
 
 
 def _complete_positional(parser: argparse.ArgumentParser, index: int) -> list[str]:
@@ -97,8 +97,8 @@ def _complete_positional(parser: argparse.ArgumentParser, index: int) -> list[st
     if not actions:
         return []
     action: Any = actions[min(index, len(actions) - 1)]
-    if isinstance(action, argparse._SubParsersAction):
-        return [name for name in action.choices if name != "complete"]
+    if isinstance(action.choices, dict):  # subcommands
+        return list(action.choices)
     if action.dest == "recipe":
         return list(recipes.list_presets()) if index == 0 else []
     return list(map(str, action.choices)) if action.choices else [FILES]

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TextIO, cast
 from podscale.cli import completion, endings
 from podscale.cli.arguments import is_main_process
 from podscale.cli.parser import make_parser, parse_arguments
+from podscale.cli.result import Result
 from podscale.cli.safe_stream import SafeStream
 from podscale.errors import DivergedError, PreemptedError, UserError, describe_os_error
 from podscale.runs.startup import clock
@@ -70,11 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         with explain_out_of_memory(), _redirect_stdout() if arguments.json else nullcontext(sys.stdout) as stdout:
-            result = arguments.function(arguments)
+            result: Result = arguments.function(arguments)
             if arguments.json and is_main_process():
-                print(to_json(result), file=stdout, flush=True)
-        if problem := getattr(arguments, "problem", ""):  # the rest of the command is done and printed
-            raise UserError(problem)
+                print(to_json(result.value), file=stdout, flush=True)
+        if result.message:
+            print(f"podscale: {result.message}", file=sys.stderr)
+        return endings.agree_on_exit_code(result.code, result.message) if result.message else result.code
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
         return endings.agree_on_exit_code(USER_ERROR, str(error))
@@ -93,10 +95,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"podscale: {describe_os_error(error)}", file=sys.stderr)
         return endings.agree_on_exit_code(USER_ERROR, describe_os_error(error))
     except KeyboardInterrupt as error:
-        advice = str(error) or "the same command goes on from the last checkpoint"
-        print(f"podscale: interrupted; {advice}", file=sys.stderr)
+        print(f"podscale: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
         return endings.agree_on_exit_code(INTERRUPTED, "interrupted")
-    return int(getattr(arguments, "code", 0))
 
 
 @contextmanager

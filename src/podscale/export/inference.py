@@ -13,6 +13,7 @@ from flax import nnx
 from podscale.config.options import Options
 from podscale.data.image_files import ImageFiles, list_image_files
 from podscale.errors import UserError
+from podscale.models.registry import list_models
 from podscale.pod import Pod, find_pod
 from podscale.runs.folder import Run
 from podscale.training import step as steps
@@ -27,8 +28,33 @@ EVAL_IMAGES = 64  # per device
 
 
 def open_run(folder: str | None) -> Run:
-    """Return the run in that folder, or the newest one."""
-    return Run.load(folder) if folder else Run.load_newest()
+    """Return the run in that folder, or the newest one that has a checkpoint.
+
+    Raises:
+        UserError: there is none, or its model is the user's own and has not been registered.
+    """
+    run = Run.load(folder) if folder else Run.load_newest(trained=True)
+    source = (Run.read_plan(run.folder) or {}).get("model_source")
+    if source and run.recipe.model.name not in list_models():
+        raise UserError(f"{run.folder} has the model {run.recipe.model.name!r} of {source}; add --import {source}")
+    return run
+
+
+def find_checkpoint(run: Run, which: str = "best") -> int:
+    """Return the step of a checkpoint: "best", "newest" or a step.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+        return trained_models.choose_step(run, checkpoints, which)
+
+
+def describe_checkpoint(run: Run, step: int) -> str:
+    """Return which model answers: the run's folder, the checkpoint and its accuracy."""
+    accuracies = [line["accuracy"] for line in run.metrics() if line["event"] == "eval" and line["step"] == step]
+    accuracy = f"validation accuracy {accuracies[-1]:.2%}" if accuracies else "not evaluated"
+    return f"{run.folder}, checkpoint {step}, {accuracy}"
 
 
 def evaluate(

@@ -10,7 +10,9 @@ as `layers.0.kernel`. It is called on a module of shapes without values, so it m
 """
 
 import functools
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 from flax import nnx
@@ -87,6 +89,15 @@ def unregister_model(name: str) -> None:
     _builders.pop(name, None)
 
 
+def locate_builder(name: str) -> str:
+    """Return the file in which a user's builder was defined; empty for the networks that ship with Podscale."""
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(_builders[name])) or ""
+    except (KeyError, TypeError):  # unknown, or a built-in network's partial function
+        return ""
+    return "" if Path(path).is_relative_to(Path(__file__).parent) else path
+
+
 def build_model(config: recipe.Model, classes: int, image_size: int, seed: int | jax.Array = 0) -> nnx.Module:
     """Return the network that `config` names, with random weights from `seed`, a number or a random key.
 
@@ -94,7 +105,8 @@ def build_model(config: recipe.Model, classes: int, image_size: int, seed: int |
         UserError: there is no such network, or it cannot have these classes, images or this precision.
     """
     if config.name not in _builders:
-        raise UserError(f"there is no model {config.name!r}: {suggest_names(config.name, _builders)}")
+        hint = suggest_names(config.name, _builders)
+        raise UserError(f"there is no model {config.name!r}: {hint}; --import FILE.py loads your own")
     if classes < 1:
         raise UserError(f"a model needs at least one class, not {classes}")
     if config.precision == "float64" and not jax.config.read("jax_enable_x64"):

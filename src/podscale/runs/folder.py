@@ -171,18 +171,23 @@ class Run:
             UserError: the folder has no run.
         """
         require_local(folder, "run")
-        path = Path(folder) / "recipe.toml"
+        folder = Path(folder).expanduser()
+        path = folder / "recipe.toml"
         if not path.is_file():
             raise UserError(f"there is no run in {folder}: it has no recipe.toml")
         text = read_recipe_file(path)
         try:
-            return cls(Path(folder), parse_recipe(text, name=parse_title(text) or Path(folder).name))
+            return cls(folder, parse_recipe(text, name=parse_title(text) or folder.name))
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
     @classmethod
-    def load_newest(cls, under: str | Path = "runs") -> "Run":
+    def load_newest(cls, under: str | Path = "runs", *, trained: bool = False) -> "Run":
         """Return the run below a folder that was started or resumed last.
+
+        Args:
+            under: the folder of the runs.
+            trained: only of those that have a checkpoint.
 
         Raises:
             UserError: there is none.
@@ -190,7 +195,10 @@ class Run:
         paths = sorted(Path(under).glob("*/recipe.toml"), key=lambda p: p.stat().st_mtime)
         if not paths:
             raise UserError(f"there is no run under {under}; train one first, or name its folder with --run")
-        return cls.load(paths[-1].parent)
+        folders = [path.parent for path in paths if not trained or _list_checkpoints(path.parent / "checkpoints")]
+        if not folders:
+            raise UserError(f"no run under {under} has a checkpoint yet; the newest is {paths[-1].parent}")
+        return cls.load(folders[-1])
 
     newest = load_newest  # an earlier name
 
@@ -208,7 +216,7 @@ class Run:
 
     def has_checkpoints(self) -> bool:
         """Return whether there is a checkpoint, intact or not."""
-        return self.checkpoints.is_dir() and any(path.name.isdecimal() for path in self.checkpoints.iterdir())
+        return bool(_list_checkpoints(self.checkpoints))
 
     def classes(self) -> tuple[str, ...]:
         """Return names of the classes, in the order of the model's outputs."""
@@ -290,3 +298,8 @@ def _is_location(field: str, old: Any, new: Any) -> bool:
 
 def _format_value(value: Any) -> Any:
     return "none" if value in ("", []) else value
+
+
+def _list_checkpoints(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in a run's folder of them, intact or not."""
+    return [path.name for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []

@@ -22,6 +22,8 @@ from podscale.runs.folder import Run
 from podscale.storage.paths import require_local
 from podscale.training.trained import load_trained
 
+REQUIRED = "required"  # as `model.init`: the recipe makes no sense from scratch
+
 
 class InitialWeights(NamedTuple):
     """Parameters and statistics to start a training from, and where they come from."""
@@ -98,8 +100,22 @@ def initialize_from(
     return InitialWeights(fill(params), fill(stats), source, weights.digest, loaded, reinitialized)
 
 
+def check_source(source: str) -> None:
+    """Refuse `model.init` that only says that weights are required.
+
+    Raises:
+        UserError: the message says where weights come from.
+    """
+    if source == REQUIRED:
+        raise UserError(
+            "this recipe fine-tunes: name initial weights with --init (a run's folder, a .safetensors file, "
+            "torchvision's resnet50-*.pth, or hub:OWNER/NAME), or train from scratch with `podscale train imagefolder`"
+        )
+
+
 def read_weights(source: str) -> SourceWeights:
     """Return all arrays of a run's best checkpoint, of a weights file or of a repository on the hub."""
+    check_source(source)
     if is_hub(source):
         path = fetch_weights(source)
         return SourceWeights(read_tensors(path), None, digest_file(str(path)))

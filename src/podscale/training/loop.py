@@ -25,6 +25,7 @@ from podscale.errors import PreemptedError, UserError
 from podscale.forecast import chips, choice
 from podscale.forecast.compute import count_model_work
 from podscale.forecast.model import Forecast, make_forecast
+from podscale.models import registry
 from podscale.models.weights.names import digest_file
 from podscale.pod import Pod
 from podscale.processes import group, heartbeat
@@ -40,6 +41,7 @@ from podscale.runs.ledger import PhaseTimer
 from podscale.runs.startup import clock as start_clock
 from podscale.storage.files import write_atomically
 from podscale.storage.lock import FolderLock
+from podscale.training.advice import describe_decoding, list_warnings
 from podscale.training.checkpoint import (
     INVALID_METADATA,
     CheckpointNotSavedError,
@@ -56,7 +58,8 @@ from podscale.training.divergence import (
     read_skipped_batches,
 )
 from podscale.training.evaluate import Evaluator
-from podscale.training.initial_weights import InitialWeights
+from podscale.training.initial_weights import InitialWeights, check_source
+from podscale.training.memory import check_memory
 from podscale.training.nonfinite import DivergenceError
 from podscale.training.out_of_memory import explain_out_of_memory
 from podscale.training.preemption import StopRequest
@@ -110,6 +113,7 @@ def train(
     Raises:
         UserError: the recipe cannot be trained like this; the message says what to change.
         PreemptedError: SIGTERM was received; the state is saved, and the same call resumes.
+        KeyboardInterrupt: Ctrl-C; the state is saved as well, unless it was pressed twice.
         DivergedError: loss or gradient were not finite again and again; the run's folder says more.
 
     Example:
@@ -124,6 +128,7 @@ def train(
         2
     """
     trackers.check_trackers(track)
+    check_source(recipe.model.init)
     folder = Path(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe, allow_changed)
     pod, console, rollbacks = pod or pods.find_pod(), console or Console(force_jupyter=False), 0
@@ -172,7 +177,9 @@ def _run_session(
         console = console if group.is_main_process() else Console(quiet=True)
         options = choice.reuse_choice(options, pod, Run.read_plan(folder))
         with show_progress(console, "indexing") as progress:
-            program = cache_images(prepare(recipe, pod, options, model, progress))
+            program = prepare(recipe, pod, options, model, progress)
+        check_memory(program.plan)
+        program = cache_images(program)
         is_new = not _has_checkpoints(Run(folder, recipe), permissions)
         program, weights = initialize(program) if is_new else (program, None)
         facts, lock = describe_input(program), FolderLock(folder)
@@ -180,7 +187,9 @@ def _run_session(
         run = _open_run(program, weights, lock, facts, folder, permissions.changes)
         start_clock.mark("folder")
     plan = program.plan
-    console.print(make_table("plan", [*plan.rows(), *choice.format_rows(program.choice), *_describe_decoding(facts)]))
+    console.print(make_table("plan", [*plan.rows(), *choice.format_rows(program.choice), *describe_decoding(facts)]))
+    for text in list_warnings(program, facts, is_new=is_new):
+        _warn(console, text)
     if weights:
         console.print(weights.describe(), highlight=False, markup=False)
     with lock, Checkpoints(run.checkpoints, count_checkpoints_to_keep(plan), about=facts) as checkpoints:
@@ -192,7 +201,7 @@ def _run_session(
             console.print(f"{run.folder} has already come to its end{excess}", highlight=False, markup=False)
             return reporter.load_past_summary()
         try:
-            with StopRequest() as stop, heartbeat.fail_together(*SHARED_ERRORS):
+            with StopRequest(start) as stop, heartbeat.fail_together(*SHARED_ERRORS):
                 return _run_loop(program, state, start, checkpoints, reporter, stop)
         except LastCheckpointNotSavedError as error:
             error.summary |= reporter.write_summary(error.step)
@@ -262,7 +271,7 @@ def _run_loop(
             if stopping and call.stop < plan.steps:
                 with ledger.measure("checkpoint"), reporter.warn_on(CheckpointNotSavedError):
                     checkpoints.wait()
-                raise PreemptedError(call.stop)
+                raise stop.make_error(call.stop)
     with ledger.measure("checkpoint"):
         save = partial(checkpoints.save, call.stop, program.to_checkpoint(state), accuracy)
         _save_last(save, call.stop, checkpoints, reporter, map(stop.is_requested, count(number + 1)))
@@ -324,6 +333,7 @@ def _open_run(
             "versions": environment.list_library_versions(),
         }
         details |= {"summations_s": program.choice.predicted} if program.choice.predicted else {}
+        details["model_source"] = registry.locate_builder(program.plan.recipe.model.name)
         details["environment"] = environment.describe_machine(list(program.mesh.devices.flat))
         Run.create(folder, program.plan.recipe, program.plan.to_dict() | details, program.data.classes, allowed)
         if weights:
@@ -382,16 +392,6 @@ def _forecast_step(program: Program) -> Forecast | None:
     if chips.find_chip(program.plan.pod.kind) is None:
         return None
     return make_forecast(program.plan, count_model_work(program.plan.recipe, program.net, *program.weights))
-
-
-def _describe_decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the plan's row about images in files."""
-    if facts["decoder"] == "none":
-        return []
-    caches = ", ".join(f"{split} {kind}" for split, kind in facts["cache"].items() if kind != "none")
-    size = f"{facts['cache_bytes'] / 2**30:.2f} GiB"
-    memory = f"kept in memory: {caches} ({size})" if caches else "nothing kept in memory"
-    return [("decoder", f"{facts['decoder']}; {memory}")]
 
 
 def _warn(console: Console, text: str) -> None:

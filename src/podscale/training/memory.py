@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import optax
 
+from podscale.errors import UserError
 from podscale.models.functional import FunctionalModel, Tree
 from podscale.models.jaxpr import iterate_equations
 from podscale.parallel.batch_norm import Groups
-from podscale.plan import Memory
+from podscale.plan import Memory, Plan
 from podscale.recipe import Recipe
 
 # Bytes alive at the peak per byte of convolution output: the output itself and its normalized copy, kept for the
@@ -51,3 +52,27 @@ def _count_output_bytes(recipe: Recipe, net: FunctionalModel, params: Tree, stat
         for equation in iterate_equations(traced.jaxpr)
         if equation.primitive.name in ("conv_general_dilated", "dot_general")
     )
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse to train a plan that a device's memory cannot hold.
+
+    Raises:
+        UserError: the message names a batch size that fits, if the input is what does not.
+    """
+    memory, limit = plan.memory, plan.pod.memory_bytes
+    if (need := memory.total(plan.micro_images, plan.input_images)) <= limit:
+        return
+    sizes = (f"{number / 2**30:,.1f} GiB" for number in (need, limit))
+    problem = "batch.size {:,} needs about {} of memory per device, and there are {}".format(
+        plan.recipe.batch.size, *sizes
+    )
+    batch = plan.images_per_device // 2
+    while (
+        batch
+        and memory.total(min(plan.micro_images, batch), plan.input_images * batch // plan.images_per_device) > limit
+    ):
+        batch //= 2
+    if batch * plan.pod.size >= plan.recipe.batch.span:
+        raise UserError(f"{problem}; --batch.size {batch * plan.pod.size} would fit")
+    raise UserError(f"{problem}; reduce batch.span, data.image_size or the model, or use more devices")

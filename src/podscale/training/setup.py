@@ -19,7 +19,7 @@ from podscale import pod as pods
 from podscale.config.options import Options
 from podscale.data import cache, decode, loader, prefetch
 from podscale.data.files import Progress
-from podscale.data.index.dataset import NO_IMAGES, Index, Splits, open_index
+from podscale.data.index.dataset import NO_IMAGES, Index, Splits, check_classes, open_index
 from podscale.data.order import check_lanes
 from podscale.errors import UserError
 from podscale.forecast.choice import Choice, choose_summation
@@ -59,6 +59,7 @@ def prepare(
         progress: called while the data set is indexed.
     """
     data = open_index(recipe.data, progress)
+    check_classes(data, recipe.data)
     start_clock.mark("index")
     counts = Counts(len(data.train), len(data.val), len(data.classes))
     check_lanes(counts.train, recipe.data.lanes, recipe.batch.size)

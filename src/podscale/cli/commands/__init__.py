@@ -1,4 +1,4 @@
-"""The commands, one module per group; each function takes the parsed arguments and returns the value for `--json`.
+"""The commands, one module per group; each function takes the parsed arguments and returns a `Result`.
 
 JAX is imported inside the functions, after the arguments have been checked, so that mistakes are reported at once.
 """

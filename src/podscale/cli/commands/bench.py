@@ -2,13 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from podscale.cli.arguments import make_console, read_options, read_pod, read_recipe
+from podscale.cli.arguments import make_console, make_progress_console, read_options, read_pod, read_recipe
+from podscale.cli.result import Result
 from podscale.errors import UserError
 
 
-def run_bench_step(arguments: argparse.Namespace) -> Any:
+def run_bench_step(arguments: argparse.Namespace) -> Result:
     """Time the training step or the evaluation step."""
     recipe = read_recipe(arguments)
     from podscale.bench import step
@@ -16,13 +16,13 @@ def run_bench_step(arguments: argparse.Namespace) -> Any:
     pod, options, console = read_pod(arguments), read_options(arguments), make_console(arguments)
     settings = recipe, pod, options, arguments.images, arguments.repeats
     if arguments.evaluate and arguments.profile:
-        raise UserError("--profile is of the training step: leave out --evaluate")
+        raise UserError("--profile applies to the training step; leave out --evaluate")
     result = (
         step.measure_evaluation(*settings) if arguments.evaluate else step.measure_step(*settings, arguments.profile)
     )
     console.print(
-        f"{recipe.model.name}, {recipe.data.image_size} px, {result['images_per_device']} images a device on "
-        f"{result['devices']}: {result['step_ms']:.2f} ms a step, {result['images_per_s']:,.0f} images/s "
+        f"{recipe.model.name}, {recipe.data.image_size} px, {result['images_per_device']} images per device on "
+        f"{result['devices']}: {result['step_ms']:.2f} ms per step, {result['images_per_s']:,.0f} images/s "
         f"(compiled in {result['compile_s']:.0f} s)",
         highlight=False,
     )
@@ -32,10 +32,10 @@ def run_bench_step(arguments: argparse.Namespace) -> Any:
 
         console.print(terminal.format_columns(budget.HEADER, budget.format_rows(result["budget"])))
         console.print(budget.format_verdict(result["budget"]), highlight=False)
-    return result
+    return Result(result)
 
 
-def run_bench_input(arguments: argparse.Namespace) -> Any:
+def run_bench_input(arguments: argparse.Namespace) -> Result:
     """Measure the input pipeline."""
     recipe = read_recipe(arguments)
     from podscale.bench import input
@@ -45,10 +45,10 @@ def run_bench_input(arguments: argparse.Namespace) -> Any:
     settings = {name: getattr(arguments, name) for name in ("images", "feed", "threads")}
     result = input.measure_input(recipe, pod, options, **settings)
     input_table.show_input(result, console)
-    return result
+    return Result(result)
 
 
-def run_bench_sum(arguments: argparse.Namespace) -> Any:
+def run_bench_sum(arguments: argparse.Namespace) -> Result:
     """Time gradient summation by strategy and payload."""
     recipe = read_recipe(arguments)
     sizes = [_parse_bytes(text) for text in arguments.bytes.split(",") if text]
@@ -59,23 +59,23 @@ def run_bench_sum(arguments: argparse.Namespace) -> Any:
     pod, options, console = read_pod(arguments), read_options(arguments), make_console(arguments)
     result = sums.measure_sums(recipe, pod, options, names, sizes or sums.SIZES, arguments.tree, arguments.repeats)
     console.print(terminal.format_columns(sums.HEADER, sums.format_rows(result)))
-    return result
+    return Result(result)
 
 
 def _parse_bytes(text: str) -> int:
     if not text.strip().isdecimal():
-        raise UserError(f"--bytes takes whole numbers, with commas between them, not {text!r}")
+        raise UserError(f"--bytes takes whole numbers separated by commas, not {text!r}")
     return int(text)
 
 
-def run_doctor(arguments: argparse.Namespace) -> Any:
+def run_doctor(arguments: argparse.Namespace) -> Result:
     """Measure each part of this machine and print the bottleneck."""
     from podscale.bench.doctor.examine import examine_machine, format_rows
     from podscale.report import terminal
 
     pod, console = read_pod(arguments), make_console(arguments)
-    with console.status("measuring") as status:
+    with make_progress_console().status("measuring") as status:
         result = examine_machine(pod, Path(arguments.path), lambda part: status.update(f"measuring: {part}"))
     console.print(terminal.make_table("doctor", format_rows(result)))
     console.print(result["verdict"], highlight=False, markup=False)
-    return result
+    return Result(result)

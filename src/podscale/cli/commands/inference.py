@@ -2,15 +2,17 @@
 
 import argparse
 import dataclasses
-from typing import Any
 
 from podscale import recipe as recipes
 from podscale.cli.arguments import collect_fields, make_console, read_options, read_pod
+from podscale.cli.imports import import_user_code
+from podscale.cli.result import Result
 from podscale.recipe import SECTIONS
 
 
-def run_eval(arguments: argparse.Namespace) -> Any:
+def run_eval(arguments: argparse.Namespace) -> Result:
     """Evaluate a run's checkpoint."""
+    import_user_code(arguments.imports)
     from podscale.export import inference
 
     run = inference.open_run(arguments.run)
@@ -18,35 +20,41 @@ def run_eval(arguments: argparse.Namespace) -> Any:
     result = inference.evaluate(run, read_pod(arguments), read_options(arguments), arguments.checkpoint)
     make_console(arguments).print(
         f"validation accuracy {result['accuracy']:.2%} ({result['examples']:,} images), "
-        f"top 5: {result['accuracy_top5']:.2%}, loss {result['loss']:.4f}, checkpoint {result['checkpoint']}",
+        f"top-5 {result['accuracy_top5']:.2%}, loss {result['loss']:.4f}; "
+        f"{run.folder}, checkpoint {result['checkpoint']}",
         highlight=False,
+        markup=False,
     )
-    return result
+    return Result(result)
 
 
-def run_predict(arguments: argparse.Namespace) -> Any:
+def run_predict(arguments: argparse.Namespace) -> Result:
     """Classify images."""
+    import_user_code(arguments.imports)
     from podscale.export import inference
     from podscale.report import terminal
 
     run, console, predictions = inference.open_run(arguments.run), make_console(arguments), []
+    step = inference.find_checkpoint(run, arguments.checkpoint)
+    console.print(inference.describe_checkpoint(run, step), highlight=False, markup=False)
     try:
-        for prediction in inference.iterate_predictions(run, arguments.images, arguments.checkpoint):
+        for prediction in inference.iterate_predictions(run, arguments.images, str(step)):
             terminal.show_prediction(prediction, console)
             predictions.append(prediction)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{len(predictions)} images were named") from None
-    arguments.problem = terminal.summarize_unreadable(predictions)
-    return {"run": str(run.folder), "images": predictions}
+        raise KeyboardInterrupt(f"{len(predictions)} images were classified") from None
+    value = {"run": str(run.folder), "checkpoint": step, "images": predictions}
+    return Result(value, terminal.summarize_unreadable(predictions))
 
 
-def run_export(arguments: argparse.Namespace) -> Any:
+def run_export(arguments: argparse.Namespace) -> Result:
     """Write a run's model to a file for other programs."""
+    import_user_code(arguments.imports)
     from podscale.export import inference, write
 
     run = inference.open_run(arguments.run)
     result = write.export_model(run, arguments.to, arguments.format, arguments.checkpoint)
-    accuracy = "not evaluated" if result["accuracy"] is None else f"accuracy {result['accuracy']:.2%}"
-    text = f"{result['format']}, {result['bytes'] / 2**20:,.1f} MiB; checkpoint {result['checkpoint']}, {accuracy}"
-    make_console(arguments).print(f"{result['file']}: {text}", highlight=False, markup=False)
-    return result
+    text = f"{result['format']}, {result['bytes'] / 2**20:,.1f} MiB"
+    source = inference.describe_checkpoint(run, result["checkpoint"])
+    make_console(arguments).print(f"{result['file']}: {text}; {source}", highlight=False, markup=False)
+    return Result(result)

@@ -4,19 +4,20 @@ import argparse
 from contextlib import nullcontext
 from typing import Any
 
-from podscale.cli.arguments import make_console, read_options, read_pod, read_recipe
+from podscale.cli.arguments import make_console, make_progress_console, read_options, read_pod, read_recipe
+from podscale.cli.result import Result
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.recipe import Recipe
 
 
-def run_plan(arguments: argparse.Namespace) -> Any:
+def run_plan(arguments: argparse.Namespace) -> Result:
     """Print how a recipe maps onto a pod; the answer for a pod that is not available is cached."""
     if arguments.published:
-        return _show_published(arguments)
+        return Result(_show_published(arguments))
     recipe = read_recipe(arguments)
     if arguments.search:
-        return _show_search(arguments, recipe)
+        return Result(_show_search(arguments, recipe))
     from podscale.planner import answer_cache
 
     options, key = read_options(arguments), ""
@@ -30,7 +31,7 @@ def run_plan(arguments: argparse.Namespace) -> Any:
     from podscale.report import terminal
 
     make_console(arguments).print(terminal.make_table("plan", answer["rows"]))
-    return answer["values"] | (_draw_scaling(arguments, recipe) if arguments.plot else {})
+    return Result(answer["values"] | (_draw_scaling(arguments, recipe) if arguments.plot else {}))
 
 
 def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options
     if arguments.pod:
         described_devices.use_cpu_backend()
     pod = named_pod(arguments.pod) if arguments.pod else read_pod(arguments)
-    with make_console(arguments).status("compiling") if arguments.compile and arguments.pod else nullcontext():
+    with make_progress_console().status("compiling") if arguments.compile and arguments.pod else nullcontext():
         return questions.plan_on_pod(recipe, pod, options, arguments.compile)._asdict()
 
 
@@ -75,22 +76,20 @@ def _draw_scaling(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, An
 
     kind = (arguments.search or arguments.pod).partition(":")[0]
     if not kind:
-        raise UserError("--plot needs a kind of chip: give --pod KIND:RxC or --search KIND")
+        raise UserError("--plot needs a kind of chip: add --pod KIND:RxC or --search KIND")
     result = questions.write_scaling_plot(recipe, kind, arguments.plot)
-    make_console(arguments).print(f"drawn: {arguments.plot}", highlight=False, markup=False)
+    make_console(arguments).print(f"plot: {arguments.plot}", highlight=False, markup=False)
     return result
 
 
-def run_rehearse(arguments: argparse.Namespace) -> Any:
+def run_rehearse(arguments: argparse.Namespace) -> Result:
     """Walk through a training without computing it."""
     recipe = read_recipe(arguments)
     from podscale.planner import rehearsal
     from podscale.report import terminal
 
     pod, options, console = read_pod(arguments), read_options(arguments), make_console(arguments)
-    with console.status("rehearsing") as status:
+    with make_progress_console().status("rehearsing") as status:
         result = rehearsal.rehearse(recipe, pod, options, images=arguments.images, report=status.update)
     console.print(terminal.make_table("rehearsal", rehearsal.format_rows(result)))
-    if result["decoded"]["unreadable"]:
-        arguments.problem = result["decoded"]["unreadable"][0]
-    return result
+    return Result(result, message=next(iter(result["decoded"]["unreadable"]), ""))

@@ -2,14 +2,14 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from podscale import recipe as recipes
 from podscale.cli.arguments import make_console
+from podscale.cli.result import Result
 from podscale.errors import UserError
 
 
-def run_report(arguments: argparse.Namespace) -> Any:
+def run_report(arguments: argparse.Namespace) -> Result:
     """Write a run's report, or a comparison of several runs."""
     from podscale.report import compare, page
     from podscale.runs.folder import Run
@@ -18,29 +18,29 @@ def run_report(arguments: argparse.Namespace) -> Any:
     if len(runs) > 1:
         path = compare.write_comparison(runs, Path(arguments.to or "comparison.html"))
     elif arguments.to:
-        raise UserError("--to is for comparisons, of two runs or more; a run's own report is in its folder")
+        raise UserError("--to is for comparisons of two or more runs; a single run's report is in its folder")
     else:
         path = page.write_report(runs[0])
     make_console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
-    return {"report": str(path), "runs": [str(run.folder) for run in runs]}
+    return Result({"report": str(path), "runs": [str(run.folder) for run in runs]})
 
 
-def run_recipes(arguments: argparse.Namespace) -> Any:
-    """Print the recipes that come with podscale."""
+def run_recipes(arguments: argparse.Namespace) -> Result:
+    """Print the recipes that ship with Podscale."""
     presets = recipes.list_presets()
     console = make_console(arguments)
     for name, doc in presets.items():
         console.print(f"[bold]{name}[/bold]", highlight=False)
         for line in doc.splitlines():
             console.print(f"  {line}", highlight=False, markup=False)
-    return presets
+    return Result(presets)
 
 
-def run_completion(arguments: argparse.Namespace) -> Any:
+def run_completion(arguments: argparse.Namespace) -> Result:
     """Print a shell's completion script."""
     from podscale.cli.completion import SCRIPTS
 
     script = SCRIPTS[arguments.shell]
     if not arguments.json:
         print(script, end="")
-    return {"shell": arguments.shell, "script": script}
+    return Result({"shell": arguments.shell, "script": script})

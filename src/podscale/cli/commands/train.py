@@ -1,27 +1,34 @@
 """The commands `train` and `launch`."""
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from podscale.cli.arguments import make_console, read_options, read_pod, read_recipe
+from podscale.cli.arguments import make_log_console, read_options, read_pod, read_recipe
+from podscale.cli.result import Result
 from podscale.config.stop_condition import StopCondition
 
+if TYPE_CHECKING:
+    from podscale.runs.folder import Run
 
-def run_train(arguments: argparse.Namespace) -> Any:
+
+def run_train(arguments: argparse.Namespace) -> Result:
     """Train a recipe, or resume its run, and print the summary."""
     recipe = read_recipe(arguments)
     until = StopCondition.parse(arguments.until) if arguments.until else None
     allow_changed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
     from podscale.report import terminal
+    from podscale.runs.folder import Run
     from podscale.training import loop
     from podscale.training.checkpoint import LastCheckpointNotSavedError
     from podscale.training.program_cache import enable_program_cache
 
     problem = enable_program_cache()
     pod, options = read_pod(arguments), read_options(arguments)
-    console = make_console(arguments)  # after the processes have joined: only the main process prints
+    console = make_log_console(arguments)  # after the processes have joined: only the main process prints
     if problem:
         console.print(f"warning: {problem}", style="bold red", markup=False, highlight=False)
+    message = ""
     try:
         summary = loop.train(
             recipe,
@@ -34,14 +41,26 @@ def run_train(arguments: argparse.Namespace) -> Any:
             from_scratch=arguments.from_scratch,
             track=[name.strip() for name in arguments.track.split(",") if name.strip()],
         )
+    except KeyboardInterrupt as error:
+        if str(error):
+            raise
+        raise _explain_interrupt(Run(Path(arguments.run or Run.default_folder(recipe)), recipe)) from None
     except LastCheckpointNotSavedError as error:
-        summary, arguments.problem = error.summary, str(error)
+        summary, message = error.summary, str(error)
     terminal.show_summary(summary, console)
-    return summary
+    return Result(summary, message)
 
 
-def run_launch(arguments: argparse.Namespace) -> Any:
+def _explain_interrupt(run: "Run") -> KeyboardInterrupt:
+    """Return an interrupt that says what the same command will do."""
+    if run.has_checkpoints():
+        return KeyboardInterrupt("the same command resumes from the last checkpoint")
+    return KeyboardInterrupt("there is no checkpoint yet, so the same command starts again")
+
+
+def run_launch(arguments: argparse.Namespace) -> Result:
     """Run a command as several processes on this machine."""
     from podscale.processes.launch import launch_processes
 
-    arguments.code = launch_processes(arguments.command, arguments.processes, arguments.restarts, arguments.logs)
+    code = launch_processes(arguments.command, arguments.processes, arguments.restarts, arguments.logs)
+    return Result(code=code)

@@ -1,0 +1,42 @@
+"""The command line in real processes, as on a machine without accelerators."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run_podscale(folder, *arguments):
+    """Run the program in a folder, as on a machine without accelerators."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONWARNINGS")}
+    return subprocess.run(
+        [sys.executable, "-m", "podscale", *map(str, arguments)],
+        cwd=folder,
+        env=environment | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def run_json(folder, *arguments):
+    """Run a command and return the one JSON object that it prints."""
+    done = run_podscale(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    result = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert isinstance(result, dict)
+    assert done.stdout.count("\n") == 1
+    return result
+
+
+def run_refused(folder, *arguments):
+    """Run a command that is refused, and return its one sentence."""
+    done = run_podscale(folder, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("podscale: ")
+    return done.stderr.removeprefix("podscale: ").rstrip("\n")
