@@ -23,7 +23,8 @@ from podscale.data.index.dataset import open_index
 from podscale.data.order import compute_crop_boxes, compute_eval_boxes
 from podscale.processes import group
 from podscale.training import setup
-from podscale.training.loop import _describe_decoding, train
+from podscale.training.loop import train
+from podscale.training.advice import describe_decoding
 
 SIZE = 16
 KINDS = ("none", "encoded", "decoded")
@@ -310,12 +311,12 @@ def test_plan_and_checkpoints_record_the_decoder_and_the_cache(recipe, tmp_path)
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
         assert manager.metadata(manager.latest_step()).custom_metadata["about"] == facts
     (row,) = (line for line in text.getvalue().splitlines() if line.startswith("decoder"))
-    assert row.split(maxsplit=1)[1].strip() == _describe_decoding(facts)[0][1]
+    assert row.split(maxsplit=1)[1].strip() == describe_decoding(facts)[0][1]
 
 
 def test_the_cache_is_reported(recipe):
     inputs = {kind: setup.describe_input(cache_images(prepare(recipe), cache=kind)) for kind in KINDS}
-    rows = {kind: _describe_decoding(facts) for kind, facts in inputs.items()}
+    rows = {kind: describe_decoding(facts) for kind, facts in inputs.items()}
     assert rows["none"] == [("decoder", f"{decode.select_decoder()}; nothing kept in memory")]
     for kind in ("encoded", "decoded"):
         text = f"{decode.select_decoder()}; kept in memory: train {kind}, val {kind} (0.00 GiB)"

@@ -26,7 +26,7 @@ from podscale.errors import UserError
 from podscale.parallel import checksum
 from podscale.runs.folder import Run
 from podscale.storage.lock import FolderLock
-from podscale.training import loop
+from podscale.training import last_checkpoint, loop
 from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints, DamagedCheckpointError
 
 QUIET = Console(quiet=True)
@@ -231,7 +231,7 @@ def test_a_run_that_ends_on_a_full_disk_prints_its_result(small_disk, capfd, mon
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
     capfd.readouterr()
     fake_time = SimpleNamespace(monotonic=itertools.count(step=700).__next__, sleep=lambda _: None)
-    monkeypatch.setattr(loop, "time", fake_time)
+    monkeypatch.setattr(last_checkpoint, "time", fake_time)
     assert main.main([*command, "--train.epochs", "2", "--allow-changed", "recipe"]) == 2
     out, err = capfd.readouterr()
     assert json.loads(out)["steps"] == 23
@@ -265,18 +265,18 @@ def test_training_continues_while_the_disk_is_full(recipe, undisturbed, small_di
 )
 def test_waiting_for_a_full_disk_ends(monkeypatch, stop_requests, waited_s, expected_tries):
     fake_time = SimpleNamespace(monotonic=itertools.count(step=700).__next__, sleep=lambda _: None)
-    monkeypatch.setattr(loop, "time", fake_time)
+    monkeypatch.setattr(last_checkpoint, "time", fake_time)
     tries = []
-    reporter = SimpleNamespace(
+    events = SimpleNamespace(
         plan=SimpleNamespace(options=Options(timeout_s=1800)),
         run=SimpleNamespace(folder="run"),
-        warn_on=lambda _: nullcontext(),
+        tolerate=lambda _: nullcontext(),
     )
     problem = "No space left on device"
     checkpoints = SimpleNamespace(wait=lambda: None, is_saved=lambda step: False, newest=lambda: 12, problem=problem)
     message = rf"^run could not take the last checkpoint in {waited_s} s: No space left on device; .* after step 12$"
     with pytest.raises(UserError, match=message):
-        loop._save_last(lambda: tries.append(1), 34, checkpoints, reporter, iter(stop_requests))
+        last_checkpoint.save_last(lambda: tries.append(1), 34, checkpoints, events, iter(stop_requests))
     assert len(tries) == expected_tries
 
 

@@ -42,7 +42,7 @@ def test_a_process_that_sleeps_is_ended_and_its_stacks_are_written(tmp_path):
     assert "process 0 is stuck for" in done.stderr
     stacks = (tmp_path / "run" / "stuck-0.txt").read_text()
     assert "in sleep" in stacks
-    assert "_run_loop" in stacks
+    assert "run_training" in stacks
 
 
 @pytest.mark.processes(2)

@@ -28,7 +28,7 @@ from podscale.models.weights.names import name_arrays
 from podscale.models.weights.torchvision import from_torchvision, to_torchvision
 from podscale.optim import optimizers, schedules
 from podscale.runs.folder import Run
-from podscale.training import initial_weights, loop, trained
+from podscale.training import initial_weights, loop, session, trained
 from podscale.training.checkpoint import Checkpoints
 from podscale.training.device_input import augment
 from podscale.training.setup import load_initial_weights, prepare
@@ -322,7 +322,9 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights
     np.testing.assert_array_equal(setup.weights.params["layers"][0]["conv"]["kernel"], arrays["layers.0.conv.kernel"])
     with Checkpoints(tmp_path / "none") as empty:  # as if there had been checkpoints, but none of them whole
         fresh = prepare(recipe, pods.make_pod(jax.devices(), "1x1"))
-        again, step = loop._resume(fresh, empty, Console(quiet=True), loop.Permissions((), True), initialized=False)
+        again, step = session.resume(
+            fresh, empty, Console(quiet=True), session.Settings(from_scratch=True), initialized=False
+        )
     assert step == 0
     np.testing.assert_array_equal(again.params["layers"][4]["kernel"], arrays["layers.4.kernel"])
     folder = tmp_path / "run"

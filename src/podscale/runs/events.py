@@ -1,21 +1,28 @@
-"""Events that a training passes to callbacks, one at a time, in the order of its steps.
+"""Events that a training passes to its reporters, one at a time, in the order of its steps.
 
-A callback is any function of one event. It is called only in the main process, in the thread that trains, with plain
-numbers, so it cannot change what is learnt. Events of training come one call late, when the devices already work on the
-next one: reading the numbers never stalls the devices, but a slow callback does.
+A reporter is any function of one event; callbacks of the user are reporters. Those of the user are called only in the
+main process, in the thread that trains, with plain numbers, so they cannot change what is learnt. Events of training
+come one call late, when the devices already work on the next one: reading the numbers never stalls the devices, but a
+slow reporter does.
 
-    start   the run begins, or resumes, at `step`; values: devices, kind
-    train   an update was done; values: loss, accuracy, grad_norm, learning_rate, skipped, images_per_s, spent
-    eval    the model was evaluated; values: accuracy, accuracy_top5, loss, examples, seconds, run_s
-    end     the last event; values: seconds
+    start       the run begins, or resumes, at `step`; values: devices, kind
+    train       an update was done; values: loss, accuracy, grad_norm, learning_rate, skipped, images_per_s, spent
+    eval        the model was evaluated; values: accuracy, accuracy_top5, loss, examples, seconds, run_s
+    save        a checkpoint is being written, or failed to be; values: none
+    straggler   the others wait for a process; values: which, and why
+    bad images  images cannot be read; values: messages
+    warning     something went wrong, and training goes on; values: message
+    end         the last event; values: seconds
 
-A callback that returns True at an `eval` event ends the training there, with a checkpoint, as a stop condition does. A
+A reporter that returns True at an `eval` event ends the training there, with a checkpoint: so does a stop condition. A
 callback that raises ends it, too: earlier checkpoints stay, and the same call resumes from them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+METRICS = ("start", "train", "eval", "straggler", "end")  # the kinds that journals, trackers and callbacks get
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,11 @@ class Event:
     """One event of a training.
 
     Args:
-        kind: "start", "train", "eval" or "end".
+        kind: "start", "train", "eval" or "end"; other kinds do not come to callbacks, except "straggler".
         step: updates done so far.
         epoch: the same in passes over the training data.
         values: what the kind of event carries; see the module.
+        details: what else there is to know, for the reporters of this package.
 
     >>> Event("eval", 34, 3.0, {"accuracy": 0.91}).values["accuracy"]
     0.91
@@ -36,6 +44,7 @@ class Event:
     step: int
     epoch: float
     values: dict[str, Any]
+    details: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 Callback = Callable[[Event], object]

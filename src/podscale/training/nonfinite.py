@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from podscale.runs.events import Event
+
 
 class DivergenceError(Exception):
     """Too many consecutive updates were non-finite; `first` is the step of the first of them."""
@@ -33,6 +35,11 @@ class NonfiniteCounter:
         for line in journal:
             if line["event"] == "train":
                 self.record(line["step"] - 1, skipped=bool(line.get("skipped")))
+
+    def __call__(self, event: Event) -> None:
+        """Count the update of an event."""
+        if event.kind == "train":
+            self.record(event.step - 1, skipped=bool(event.values["skipped"]))
 
     def record(self, step: int, *, skipped: bool) -> None:
         """Count the update that starts at `step`. Updates after the limit no longer count."""

@@ -7,8 +7,53 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from podscale.plan import Plan
 from podscale.report.counter import LINE_INTERVAL_S
 from podscale.report.notebook import is_notebook
+from podscale.runs.events import Event
+from podscale.runs.ledger import PhaseTimer
+
+
+class ProgressReporter:
+    """Prints how far a training is, its evaluations and warnings, to a console that other processes have muted."""
+
+    def __init__(self, plan: Plan, ledger: PhaseTimer, console: Console, start: int) -> None:
+        self._plan, self._ledger, self._console, self._start = plan, ledger, console, start
+        self._display: Display | None = None
+        self._accuracy = ""
+        self._start_s = time.perf_counter()
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "start":
+            self._display = make_display(self._console, self._plan.steps, self._start)
+            self._start_s = time.perf_counter()
+        elif event.kind == "warning":
+            print_warning(self._console, event.values["message"])
+        elif self._display and event.kind == "train" and event.details["ends_call"]:
+            self._display.update(event.step, self._format_progress(event))
+        elif self._display and event.kind == "eval":
+            self._accuracy = f"val {event.values['accuracy']:.2%}  "
+            images = f"({event.values['examples']:,} images)"
+            accuracy = f"validation accuracy {event.values['accuracy']:.2%} {images}"
+            self._display.print_line(f"epoch {event.epoch:.1f}: {accuracy} after {event.values['run_s']:.1f} s")
+
+    def _format_progress(self, event: Event) -> str:
+        waited = self._ledger.seconds["input wait"] / max(time.perf_counter() - self._start_s, 1e-9)
+        values = event.values
+        return (
+            f"epoch {event.epoch:.1f}  step {event.step:,}/{self._plan.steps:,}  "
+            f"loss {values['loss']:.3f}  train accuracy {values['accuracy']:.1%}  {self._accuracy}"
+            f"{values['images_per_s']:,.0f} images/s  input wait {waited:.0%}"
+        )
+
+    def close(self) -> None:
+        if self._display:
+            self._display.close()
+
+
+def print_warning(console: Console, message: str) -> None:
+    """Print a warning, in red where there are colors."""
+    console.print(f"warning: {message}", style="bold red", markup=False, highlight=False)
 
 
 class Display(Protocol):

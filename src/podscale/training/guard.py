@@ -1,0 +1,52 @@
+"""Guard a training: what could go wrong between two calls of the compiled step, and who notices."""
+
+from contextlib import ExitStack
+from typing import Self
+
+from podscale.processes.stragglers import StragglerMonitor
+from podscale.processes.watchdog import Watchdog
+from podscale.training.replicas import ReplicaCheck
+from podscale.training.session import OpenRun
+from podscale.training.step import Metrics, State
+
+
+class Guard:
+    """Watches for a stuck run, slow processes, replicas that differ and non-finite updates; a context manager."""
+
+    def __init__(self, run: OpenRun) -> None:
+        self._run, options = run, run.program.plan.options
+        self._watchdog = Watchdog(options.timeout_s, run.events.run.folder)
+        self._stragglers, self._replicas = StragglerMonitor(), ReplicaCheck(run.program.mesh, options.check_steps)
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._exits.enter_context(self._watchdog)
+        self._exits.enter_context(self._stragglers)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exits.__exit__(*error)  # type: ignore[arg-type]
+
+    def watch(self, call: range, part: str) -> None:
+        """Note that the run moves: it is at this part of this call."""
+        self._watchdog.record_progress(call.start, part)
+
+    def check(self, call: range, state: State, metrics: Metrics, *, saving: bool) -> None:
+        """Check the state after a call; before it is saved, wait for the call and make sure that it may be saved.
+
+        Raises:
+            ReplicaMismatchError: devices no longer hold the same state.
+            DivergenceError: too many consecutive updates were non-finite.
+        """
+        events = self._run.events
+        self._stragglers.record_call(events.ledger.seconds["input wait"], metrics)
+        self._run.checkpoints.record_completed()
+        events.report_stragglers(call.stop, self._stragglers.pop_new())
+        if saving:
+            with events.phase("train"):
+                events.report_pending_call()
+        with events.phase("check"):
+            self._replicas.check(call.stop, state, now=saving)
+        self._run.nonfinite.check(state)
+        if saving:
+            self.watch(call, "train, evaluate, save")

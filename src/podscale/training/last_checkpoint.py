@@ -1,0 +1,43 @@
+"""Wait until the last state of a run is on disk, which may be full."""
+
+import time
+from collections.abc import Callable, Iterator
+
+from podscale.processes import group
+from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints, LastCheckpointNotSavedError
+from podscale.training.reporters.emitter import Emitter
+
+RETRY_S = 2.0  # between attempts
+MAX_WAIT_S = 1800.0  # where plan.timeout_s is 0
+
+
+def save_last(
+    save: Callable[[], None], step: int, checkpoints: Checkpoints, events: Emitter, stop_requests: Iterator[bool]
+) -> None:
+    """Return once the state after the last step is on disk.
+
+    Waits for a full disk, as long as for a stuck run (`plan.timeout_s`), or until the run is asked to stop.
+
+    Raises:
+        LastCheckpointNotSavedError: in all processes; it never got there.
+    """
+    limit_s = events.plan.options.timeout_s or MAX_WAIT_S
+    start_s = time.monotonic()
+    while True:
+        with events.tolerate(CheckpointNotSavedError):
+            checkpoints.wait()
+        waited_s = time.monotonic() - start_s
+        status = group.broadcast_int(2 * checkpoints.is_saved(step) + (waited_s > limit_s))  # the main process decides
+        if status > 1:
+            return
+        if status or next(stop_requests):
+            problem = checkpoints.problem or "it is not there"
+            raise LastCheckpointNotSavedError(
+                f"{events.run.folder} could not take the last checkpoint in {waited_s:.0f} s: {problem}; free space, "
+                "or make it writable, and give the same command again: it goes on after step "
+                f"{checkpoints.newest() or 0}",
+                step,
+            )
+        time.sleep(RETRY_S)
+        with events.tolerate(CheckpointNotSavedError):
+            save()
