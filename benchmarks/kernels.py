@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podscale.kernels import fused
-from podscale.kernels.blocking import BLOCKS, ROWS, choose_blocking
+from podscale.kernels.blocking import BLOCKS, ROWS, Product, choose_blocking
 from podscale.kernels.fused import RawOutput
 from podscale.kernels.layer_spec import HOPPER, REFERENCE, LayerSpec
 
@@ -57,7 +57,7 @@ def measure_layer(arguments: argparse.Namespace, side: int, inputs: int, outputs
     span = arguments.span or arguments.images
     rows, groups = arguments.images * side * side, arguments.images // span
     left_arrays = 1 + (before in (SHORTCUT, NORMALIZED_SHORTCUT))
-    if not choose_blocking(rows, groups, inputs, outputs, left_arrays, 0, 2, computes_left=before != BARE):
+    if not choose_blocking(Product(rows, groups, inputs, outputs, left_arrays, 0, 2, computes_left=before != BARE)):
         print(f"{name:34} is left to the reference")
         return
     minimum = -(-BLOCKS * ROWS // (side * side * span)) * span  # or the reference would be compared with itself

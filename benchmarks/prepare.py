@@ -108,7 +108,7 @@ def make_podscale_pass(index: Index, size: int) -> Callable[[], None]:
     """Return a function that crops every image of the index once, by podscale."""
     boxes, flips = compute_boxes(index, size)
     out = np.zeros((len(index), size, size, 3), np.uint8)
-    return lambda: crop.crop_batch(index, np.arange(len(index)), boxes, flips, size, out)
+    return lambda: crop.crop_batch(index, np.arange(len(index)), boxes, flips, out)
 
 
 def make_pillow_pass(index: Index, size: int) -> Callable[[], None]:

@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "podscale"
 LAYERS = (
-    "errors config storage processes recipe pod parallel plan kernels models optim data forecast runs report training "
+    "errors config storage processes recipe pod parallel kernels plan models optim data forecast runs report training "
     "export planner bench study cli"
 ).split()
 NO_LAYER = {"__init__", "__main__", "py", "recipes"}  # the public names, the entry points, and data files

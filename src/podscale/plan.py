@@ -15,6 +15,7 @@ import numpy as np
 from podscale.config.options import Options, check_options, set_summation
 from podscale.config.suggestions import list_divisors, suggest_numbers
 from podscale.errors import UserError
+from podscale.kernels.layer_spec import CUDNN, HOPPER, REFERENCE, Kernels
 from podscale.parallel.batch_norm import Groups
 from podscale.parallel.inputs import Input, find_input
 from podscale.parallel.strategies import STRATEGIES
@@ -22,7 +23,7 @@ from podscale.parallel.summation import Summation, Transfer
 from podscale.pod import CORE, TILE, Pod
 from podscale.recipe import Recipe
 
-HOPPER, BOTTLENECK_MODELS = "9.0", ("resnet50", "resnet101", "resnet152")  # for which fused layers have kernels
+HOPPER_CAPABILITY, BOTTLENECK_MODELS = "9.0", ("resnet50", "resnet101", "resnet152")  # that have kernels
 ATTENTION_MODELS = ("vit_tiny", "vit_small", "vit_base")  # cuDNN computes attention in one kernel
 MIN_PIXELS_TO_FUSE = 1_000_000 * 224**2  # per device: then fused layers save the time that compiling them takes
 BUCKET_MIB = 32  # by default
@@ -71,7 +72,7 @@ class Plan:
     counts: Counts
     options: Options  # with every value that was left open decided
     tile: tuple[int, int]  # chips (rows, columns) that share a batch-norm group
-    kernels: str  # of fused layers: "hopper", "cudnn" or "plain"; empty: layers are not fused
+    kernels: Kernels | None  # that compute fused layers; None: layers are not fused
     memory: Memory  # bytes per device
 
     # --- parts that the options name ---
@@ -224,7 +225,7 @@ class Plan:
             "summation": self.options.summation,
             "payload": self.options.payload,
             "bucket_bytes": self.transfer.bucket_bytes,
-            "kernels": self.kernels,
+            "kernels": self.kernels.name if self.kernels else "",
             "deterministic": self.options.deterministic,
             "lanes_per_host": count_lanes_per_host(self),
             "steps": self.steps,
@@ -319,17 +320,17 @@ def _fit_memory(memory: Memory, recipe: Recipe, pod: Pod, counts: Counts, option
     return replace(memory, optimizer=optimizer, input_per_image=images.per_image, images=images.resident)
 
 
-def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) -> str:
+def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) -> Kernels | None:
     is_gpu = bool(pod.devices) and pod.devices[0].platform == "gpu"
     if recipe.model.name in ATTENTION_MODELS:
-        return "cudnn" if is_gpu and options.fused != "off" and recipe.model.precision == "bfloat16" else ""
-    has_kernels = bool(pod.devices) and getattr(pod.devices[0], "compute_capability", "") == HOPPER
+        return CUDNN if is_gpu and options.fused != "off" and recipe.model.precision == "bfloat16" else None
+    has_kernels = bool(pod.devices) and getattr(pod.devices[0], "compute_capability", "") == HOPPER_CAPABILITY
     pixels = recipe.steps(counts.train) * recipe.batch.size // pod.size * recipe.data.image_size**2
     is_fusible = recipe.model.name in BOTTLENECK_MODELS and recipe.model.precision == "bfloat16"
     is_faster = has_kernels and is_fusible and pixels >= MIN_PIXELS_TO_FUSE
     if options.fused == "off" or (options.fused == "auto" and not is_faster):
-        return ""
-    return "hopper" if has_kernels else "plain"
+        return None
+    return HOPPER if has_kernels else REFERENCE
 
 
 def _choose_micro_batches(

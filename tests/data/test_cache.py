@@ -57,7 +57,7 @@ def crop_samples(index, samples, *, pool=None):
     train_boxes = compute_crop_boxes(recipes.Augment(), 0, np.zeros(len(samples), int), samples, sizes, SIZE)
     eval_boxes = compute_eval_boxes(0.875, sizes), np.zeros(len(samples), bool)
     for pixels, (boxes, flips) in zip(out, (train_boxes, eval_boxes), strict=True):
-        crop.crop_batch(index, samples, boxes, flips, SIZE, pixels, pool)
+        crop.crop_batch(index, samples, boxes, flips, pixels, pool)
     return out
 
 

@@ -275,7 +275,7 @@ def test_the_copying_path_equals_the_reference_implementation(side):
     boxes = np.concatenate([corners, corners + side], axis=1).astype(float)
     flips = make_noise(3000, top=2, seed=2).astype(bool)
     out = np.zeros((3000, side, side, 3), np.uint8)
-    crop_batch(index, samples, boxes, flips, side, out)
+    crop_batch(index, samples, boxes, flips, out)
     for i in range(0, 3000, 7):
         assert np.array_equal(out[i], crop_to_array(images[samples[i]], boxes[i], side, flips[i]))
 
@@ -288,7 +288,7 @@ def test_the_error_of_a_batch_names_the_file_that_cannot_be_read(photo, tmp_path
     paths[1].write_bytes(b"junk".ljust(paths[1].stat().st_size))
     boxes, out = np.tile([0.0, 0, 8, 8], (2, 1)), np.zeros((2, 8, 8, 3), np.uint8)
     with pytest.raises(UserError, match=f"cannot read {paths[1]}: it is neither"):
-        crop_batch(index, np.arange(2), boxes, np.zeros(2, bool), 8, out)
+        crop_batch(index, np.arange(2), boxes, np.zeros(2, bool), out)
 
 
 def test_photos_have_the_pixels_of_pillow():

@@ -195,7 +195,7 @@ def test_a_hostile_jpeg_is_a_bad_image_of_a_crop(photos):
     path.write_bytes(make_many_scans(2048, 1024, 600))
     index, bad = index_files([photos / "train" / "ant" / "0.jpg", path]), []
     out = np.zeros((2, 8, 8, 3), np.uint8)
-    crop_batch(index, np.arange(2), np.array([[0, 0, 8, 8.0]] * 2), np.zeros(2, bool), 8, out, bad=bad)
+    crop_batch(index, np.arange(2), np.array([[0, 0, 8, 8.0]] * 2), np.zeros(2, bool), out, bad=bad)
     assert [position for position, _ in bad] == [1]
     assert "more than 512 scans" in bad[0][1]
     assert decode.select_decoder() == "plain" or out[0].any()

@@ -139,7 +139,7 @@ def test_a_batch_has_the_same_pixels_in_any_number_of_threads():
         assert np.array_equal(pixels, expected)
     pixels[:] = 0
     with ThreadPoolExecutor(3) as pool:
-        crop.crop_batch(MemoryIndex(*sources), samples, boxes, flips, 32, pixels, pool)
+        crop.crop_batch(MemoryIndex(*sources), samples, boxes, flips, pixels, pool)
     assert np.array_equal(pixels, expected)
 
 
@@ -210,7 +210,7 @@ def test_the_reference_implementation_reads_a_file_whose_length_has_changed(tmp_
     monkeypatch.setattr(Index, "locate_bytes", lambda *_: source)
     out, expected = np.zeros((2, 1, 16, 16, 3), np.uint8)
     box = np.array([[0.0, 0, 20, 20]])
-    crop.crop_batch(index, np.array([0]), box, np.array([False]), 16, out)
+    crop.crop_batch(index, np.array([0]), box, np.array([False]), out)
     decode.crop_image(path.read_bytes(), box[0], False, 16, expected[0])
     assert np.array_equal(out, expected)
 
@@ -266,9 +266,9 @@ def test_native_crops_of_arrays_equal_the_reference_implementation(monkeypatch):
     boxes = np.array([draw_box(rng, 41, 30) for _ in samples])
     boxes[7] = (-3, 2, 20, 40)  # reflected: left to the reference implementation
     flips, pixels = rng.random(50) < 0.5, np.zeros((2, 50, 24, 24, 3), np.uint8)
-    crop.crop_batch(index, samples, boxes, flips, 24, pixels[0])
+    crop.crop_batch(index, samples, boxes, flips, pixels[0])
     monkeypatch.setenv("PODSCALE_DECODER", "plain")
-    crop.crop_batch(index, samples, boxes, flips, 24, pixels[1])
+    crop.crop_batch(index, samples, boxes, flips, pixels[1])
     assert np.array_equal(*pixels)
 
 

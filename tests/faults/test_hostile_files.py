@@ -56,7 +56,7 @@ def read_all(splits):
     for index in (splits.train, splits.val):
         n = len(index)
         boxes, out = np.tile([0, 0, 4, 4.0], (n, 1)), np.zeros((n, 4, 4, 3), np.uint8)
-        crop_batch(index, np.arange(n), boxes, np.zeros(n, bool), 4, out, bad=bad)
+        crop_batch(index, np.arange(n), boxes, np.zeros(n, bool), out, bad=bad)
     return [reason for _, reason in bad]
 
 

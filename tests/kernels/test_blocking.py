@@ -4,7 +4,8 @@ from podscale.kernels import blocking
 
 
 def choose(rows, groups, depth, columns, left_arrays=2, extras=3, sums=2, computes_left=True):
-    return blocking.choose_blocking(rows, groups, depth, columns, left_arrays, extras, sums, computes_left)
+    product = blocking.Product(rows, groups, depth, columns, left_arrays, extras, sums, computes_left)
+    return blocking.choose_blocking(product)
 
 
 def test_products_that_do_not_fit_have_no_blocking():

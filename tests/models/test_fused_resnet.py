@@ -39,7 +39,7 @@ def test_fused_network_matches_the_modules(block, stem, size):
     with jax.enable_x64(True):
         net, params, stats = make_network(block, (2, 1), "float64", stem)
         images = jnp.asarray(np.random.default_rng(1).normal(size=(8, size, size, 3)))
-        expected = compute_gradients(net, params, stats, images, Groups(4), "")
+        expected = compute_gradients(net, params, stats, images, Groups(4), None)
         assert_close(compute_gradients(net, params, stats, images, Groups(4), REFERENCE), expected, 1e-8)
 
 
@@ -60,7 +60,7 @@ def test_fused_network_matches_the_modules_over_tiles():
             )
             return jax.jit(mapped)(images)
 
-        assert_close(compute_on_pod(REFERENCE), compute_on_pod(""), 1e-8)
+        assert_close(compute_on_pod(REFERENCE), compute_on_pod(None), 1e-8)
 
 
 def test_fused_network_with_running_statistics_matches_the_modules():

@@ -8,6 +8,7 @@ from flax import nnx
 
 from podscale import recipe
 from podscale.errors import UserError
+from podscale.kernels.layer_spec import CUDNN
 from podscale.models import registry, vit
 
 PARAMETERS = {  # timm's vit_*_patch16_224 and vit_*_patch32_224
@@ -126,8 +127,8 @@ def test_attention_is_that_of_the_paper():
 def test_kernels_are_for_bfloat16_alone():
     model = build_small()
     expected = model(sample_images())
-    model.use_kernels("cudnn")
-    assert model.layers[1].attention.kernels == "cudnn"
+    model.use_kernels(CUDNN)
+    assert model.layers[1].attention.kernels == CUDNN
     np.testing.assert_array_equal(model(sample_images()), expected)  # float32: the reference, on any machine
 
 

@@ -135,7 +135,7 @@ class MemoryIndex(Index):
 def crop_file(data, box, size=16, flip=False):
     """Return the crop of a file that `crop_batch` makes, by whichever decoder."""
     out = np.zeros((1, size, size, 3), np.uint8)
-    crop.crop_batch(MemoryIndex(data), np.array([0]), np.array([box], np.float64), np.array([flip]), size, out)
+    crop.crop_batch(MemoryIndex(data), np.array([0]), np.array([box], np.float64), np.array([flip]), out)
     return out[0]
 
 

@@ -29,7 +29,7 @@ def crop_all(index, size=48):
     samples = np.arange(len(index))
     boxes, flips = compute_crop_boxes(Augment(), 7, np.zeros_like(samples), samples, index.sizes, size)
     out = np.zeros((len(index), size, size, 3), np.uint8)
-    crop.crop_batch(index, samples, boxes, flips, size, out)
+    crop.crop_batch(index, samples, boxes, flips, out)
     return out
 
 

@@ -229,7 +229,7 @@ def train_head_reference(recipe):
             recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size
         )
         images = np.empty((len(samples), size, size, 3), np.uint8)
-        crop.crop_batch(data.train, samples, boxes, flips, size, images)
+        crop.crop_batch(data.train, samples, boxes, flips, images)
         loss, grads = gradient(head, images, data.train.labels[samples], jnp.int32(at))
         updates, state = optimizer.update(grads, state, head)
         head = optax.apply_updates(head, updates)

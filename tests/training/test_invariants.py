@@ -99,7 +99,7 @@ def train_reference(recipe, steps=STEPS):
             recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size
         )
         images = np.empty((len(samples), size, size, 3), np.uint8)
-        crop.crop_batch(data.train, samples, boxes, flips, size, images)
+        crop.crop_batch(data.train, samples, boxes, flips, images)
         (loss, moments), grads = gradient(params, stats, images, data.train.labels[samples], jnp.int32(at))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)

@@ -57,9 +57,7 @@ class Crops:
 
     def crop(self, part: slice) -> None:
         """Load and crop a part of the images."""
-        crop.crop_batch(
-            self.index, self.samples[part], self.boxes[part], self.flips[part], self.out.shape[1], self.out[part]
-        )
+        crop.crop_batch(self.index, self.samples[part], self.boxes[part], self.flips[part], self.out[part])
 
     def evict(self) -> None:
         """Ask the kernel to drop the images' files from the page cache."""

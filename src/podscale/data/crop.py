@@ -23,7 +23,6 @@ def crop_batch(
     samples: NDArray[np.integer],
     boxes: NDArray[np.float64],
     flips: NDArray[np.bool_],
-    size: int,
     out: NDArray[np.uint8],
     pool: Executor | None = None,
     bad: list[tuple[int, str]] | None = None,
@@ -35,7 +34,6 @@ def crop_batch(
         samples: samples [n].
         boxes: (left, top, right, bottom) of each, in pixels of the upright image.
         flips: whether to flip each left to right.
-        size: side of the result.
         out: receives the pixels [n, size, size, 3].
         pool: threads to work in; None works in this thread.
         bad: collects (position in `samples`, reason) of images that cannot be read; the contents of `out` are
@@ -44,6 +42,7 @@ def crop_batch(
     Raises:
         UserError: an image cannot be read and there is no list `bad`.
     """
+    size = out.shape[1]
     if index.images is not None and _can_copy(boxes, size):
         corners = boxes[:, :2].astype(np.int64)
         images = index.images

@@ -130,7 +130,7 @@ class ImageFiles:
         index = index_files(names, self.recipe.data.max_image_bytes).limit_size(self.recipe.data.shrink)
         samples, data = np.arange(len(names)), self.recipe.data
         boxes = compute_eval_boxes(data.eval_fraction, index.sizes)
-        crop.crop_batch(index, samples, boxes, np.zeros(len(names), bool), data.image_size, out, pool)
+        crop.crop_batch(index, samples, boxes, np.zeros(len(names), bool), out, pool)
 
     def _read_or_record(self, number: int, out: NDArray[np.uint8]) -> None:
         try:

@@ -118,7 +118,7 @@ def load_eval_images(
     ids, size = np.asarray(samples, np.int64), recipe.data.image_size
     out = np.empty((len(ids), size, size, 3), np.uint8)
     boxes = compute_eval_boxes(recipe.data.eval_fraction, index.sizes[ids])
-    crop.crop_batch(index, ids, boxes, np.zeros(len(ids), bool), size, out, pool)
+    crop.crop_batch(index, ids, boxes, np.zeros(len(ids), bool), out, pool)
     return out
 
 
@@ -222,7 +222,7 @@ class _TrainMaker:
         )
         is_whole = len(pending) == len(out)
         pixels = out if is_whole else np.empty((len(pending), *out.shape[1:]), np.uint8)
-        crop.crop_batch(self.index, samples, boxes, flips, data.image_size, pixels, pool, bad)
+        crop.crop_batch(self.index, samples, boxes, flips, pixels, pool, bad)
         if not is_whole:
             out[pending] = pixels
         for row, reason in bad:
@@ -272,7 +272,7 @@ class _EvalMaker:
         boxes = compute_eval_boxes(data.eval_fraction, self.index.sizes[samples])
         flips = np.zeros(len(samples), bool)
         bad = list[tuple[int, str]]()
-        crop.crop_batch(self.index, samples, boxes, flips, data.image_size, flat[: len(samples)], pool, bad)
+        crop.crop_batch(self.index, samples, boxes, flips, flat[: len(samples)], pool, bad)
         for row, reason in bad:
             self.bad_images.add(int(samples[row]), reason)
             flat[row], labels.reshape(-1)[row] = 0, UNREADABLE

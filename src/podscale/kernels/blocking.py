@@ -1,7 +1,7 @@
 """How a matrix product is divided for a GPU's shared memory: tiles of rows, boxes of channels, and rings of boxes."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 ROWS, HALF, BOX = 128, 64, 64  # rows of a tile, rows of a warpgroup's half of it, channels of a box
 WIDEST, PART = 256, 128  # columns of a product at most, and of each of its parts where there are more
@@ -69,22 +69,27 @@ class Blocking:
         return left + right + result + vectors + SCRATCH_BYTES
 
 
-def choose_blocking(
-    rows: int,
-    groups: int,
-    depth: int,
-    columns: int,
-    left_arrays: int,
-    extras: int,
-    sums: int,
-    computes_left: bool,
-    kernel_gradient: bool = False,
-) -> Blocking | None:
+class Product(NamedTuple):
+    """A product to divide; the last five fields as in `Blocking`."""
+
+    rows: int
+    groups: int
+    depth: int
+    columns: int
+    left_arrays: int
+    extras: int
+    sums: int
+    computes_left: bool
+    kernel_gradient: bool = False
+
+
+def choose_blocking(product: Product) -> Blocking | None:
     """Return the blocking of a product with large rings that fit shared memory.
 
     Returns:
         None where there is none: boxes do not divide rows or channels, or there are too many channels.
     """
+    rows, groups, depth, columns, *_, computes_left, kernel_gradient = product
     if rows % (groups * ROWS) or depth % BOX or columns % BOX:
         return None
     if kernel_gradient and depth * columns > BOX * WIDEST:  # more sums than registers
@@ -98,9 +103,9 @@ def choose_blocking(
         steps=depth // BOX,
         part=part,
         parts=columns // part,
-        left_arrays=left_arrays,
-        extras=extras,
-        sums=sums,
+        left_arrays=product.left_arrays,
+        extras=product.extras,
+        sums=product.sums,
         computes_left=computes_left,
         kernel_gradient=kernel_gradient,
     )

@@ -7,9 +7,19 @@ way: a layer leaves the gradient by what it rectified, `g`, and the sums over gr
 these, the gradient through batch norm is a factor, an offset and a slope per channel, which the previous layer applies
 while it loads.
 
-So the gradient by a raw output travels in two parts: as g, and as a factor in the place of the gradient by
-`RawOutput.factor`, an array of ones that the forward pass does not use. A function that takes a `RawOutput` must
-differentiate by its factor as well.
+So the gradient by a raw output travels in two parts. Let z be a convolution's raw output, and y = relu(a·z + b) what
+the next layer makes of it, with a and b by group and channel, computed from the sums s₁ = Σz and s₂ = Σz² of each
+group. For the gradient g by a·z + b, the chain rule gives
+
+    dL/dz = a·g + dL/ds₁ + 2·dL/ds₂·z     where     dL/da = Σ g·z,   dL/db = Σ g
+
+A layer that returned a·g as the gradient by z would read and write the large array g once more, only to multiply it by
+a number per channel. Instead the forward pass carries an array of ones beside z, `RawOutput.factor`, as if it
+multiplied z. The backward pass returns g, unscaled, as the cotangent of z, and a as the cotangent of the factor. Both
+are cotangents in name only: JAX adds up and passes on what it is given, and the layer before, which made z, combines
+them as factor·g + dL/ds₁ + 2·dL/ds₂·z while it loads (`OutputGradient`). This holds as long as exactly one layer takes
+a raw output, so that nothing is added to either part; a function that takes a `RawOutput` must differentiate by its
+factor as well.
 """
 
 from dataclasses import dataclass
@@ -20,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from podscale.kernels import pointwise, reduction, reference, spatial
-from podscale.kernels.layer_spec import LayerSpec
+from podscale.kernels.layer_spec import LayerSpec, OutputGradient
 
 Array = jax.Array
 Affine = tuple[Array, Array] | tuple[()]  # factor and offset of each channel, [groups, channels] each; empty: neither
@@ -107,9 +117,9 @@ def _apply_layer_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> A
     (x, y, shortcut, z, affine, shortcut_affine, kernel), added = residuals
     dy, dz, dsums, factor = cotangents
     offset, slope = (None, None) if dsums is None else (dsums[0], 2 * dsums[1])
-    saved, dz_terms = (y if x is None else x, y, shortcut, z), (factor, offset, slope)
+    saved, gradient = (y if x is None else x, y, shortcut, z), OutputGradient(dz, factor, offset, slope)
     dy = dy if spec.keep_input else None
-    inputs = spec, saved, affine, kernel, dz, dz_terms, dy
+    inputs = spec, saved, affine, kernel, gradient, dy
     gradients = pointwise.backward(*inputs) if pointwise.can_use_kernel(spec, y, kernel) else None
     if gradients:
         g, dkernel, sums, whole_dz = gradients

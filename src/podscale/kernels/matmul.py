@@ -15,7 +15,7 @@ rings in shared memory. Each box has a barrier that says it is full and one that
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,31 @@ from podscale.kernels.matmul_body import Block, Refs, run_block
 Array = jax.Array
 
 
+class Finish(NamedTuple):
+    """How the product becomes v.
+
+    Attributes:
+        add: an array to add to the product, [rows, columns].
+        inputs: the array of inputs^T @ u, [rows, columns]; it may be the mask.
+        mask: where it is not above zero, v is zero, [rows, columns].
+        others: arrays by which v is multiplied for the sums; without them the sums are those of v and of its squares.
+    """
+
+    add: Array | None = None
+    inputs: Array | None = None
+    mask: Array | None = None
+    others: tuple[Array, ...] = ()
+
+
 @partial(jax.jit, static_argnames=("blocking", "rectify", "interpret"))
 def multiply(
     blocking: Blocking,
     left: tuple[Array, ...],
     vectors: tuple[Array, ...],
     kernel: Array,
+    finish: Finish = Finish(),
     *,
     rectify: bool = False,
-    add: Array | None = None,
-    mask: Array | None = None,
-    others: tuple[Array, ...] = (),
-    inputs: Array | None = None,
     interpret: Any = None,
 ) -> tuple[Array | None, Array, Array | None, Array | None]:
     """Compute the product that the module describes.
@@ -48,34 +61,19 @@ def multiply(
         left: p, or p and q, [rows, depth] each.
         vectors: A and C, or A, C and B, [groups, depth] each; empty: u = p.
         kernel: [depth, columns].
+        finish: how the product becomes v.
         rectify: whether to rectify u.
-        add: an array to add to the product, [rows, columns].
-        mask: where it is not above zero, v is zero, [rows, columns].
-        others: arrays by which v is multiplied for the sums; without them the sums are those of v and of its squares.
-        inputs: the array of inputs^T @ u, [rows, columns]; it may be the mask.
         interpret: parameters of the interpreter, to run without a GPU.
 
     Returns:
         u, v, the sums [sums, groups, columns], and inputs^T @ u; None for u if it is p itself or not stored, and for
         sums and gradient if the blocking has none.
     """
-    rows, depth = left[0].shape
-    columns = kernel.shape[1]
-    dtype = left[0].dtype
-    optional = {"add": add, "mask": mask, "input": inputs if blocking.kernel_gradient and mask is None else None}
-    extras = {name: value for name, value in optional.items() if value is not None}
-    extras |= {f"other{i}": value for i, value in enumerate(others)}
+    (_, depth), columns, dtype = left[0].shape, kernel.shape[1], left[0].dtype
+    extras, outputs = _name_extras(blocking, finish), _describe_outputs(blocking, left[0], columns)
     boxed_vectors = [v.reshape(blocking.groups, blocking.steps, BOX) for v in vectors]
     arrays = {f"left{i}": value for i, value in enumerate(left)} | {"kernel": kernel}
     arrays |= {f"vector{i}": value for i, value in enumerate(boxed_vectors)} | extras
-    blocks = blocking.groups * blocking.blocks
-    outputs = {"v": jax.ShapeDtypeStruct((rows, columns), dtype)}
-    if blocking.kernel_gradient:
-        outputs["weights"] = jax.ShapeDtypeStruct((blocks, 2, BOX, depth * columns // BOX), jnp.float32)
-    elif blocking.computes_left:
-        outputs["u"] = jax.ShapeDtypeStruct((rows, depth), dtype)
-    if blocking.sums:
-        outputs["sums"] = jax.ShapeDtypeStruct((blocks, 2, blocking.sums, columns // BOX, BOX), jnp.float32)
     names = (*arrays, *outputs)
 
     def body(*refs: Any, **shared: Any) -> None:
@@ -85,7 +83,7 @@ def multiply(
         body,
         out_type=tuple(outputs.values()),
         scratch_types=_allocate_shared(blocking, len(vectors), len(left), list(extras), dtype, interpret is not None),
-        grid=(blocks,),
+        grid=(blocking.groups * blocking.blocks,),
         grid_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
@@ -102,6 +100,27 @@ def multiply(
     if blocking.kernel_gradient:  # boxes of the columns come side by side
         weights = named["weights"].sum(axis=(0, 1)).reshape(BOX, columns // BOX, depth).swapaxes(0, 1)
     return named.get("u"), named["v"], sums, weights
+
+
+def _name_extras(blocking: Blocking, finish: Finish) -> dict[str, Array]:
+    """Return the arrays that finish the product, by the names that the kernel has for them."""
+    inputs = finish.inputs if blocking.kernel_gradient and finish.mask is None else None
+    optional = {"add": finish.add, "mask": finish.mask, "input": inputs}
+    extras = {name: value for name, value in optional.items() if value is not None}
+    return extras | {f"other{i}": value for i, value in enumerate(finish.others)}
+
+
+def _describe_outputs(blocking: Blocking, left: Array, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return what the kernel writes to global memory, by name."""
+    (rows, depth), blocks = left.shape, blocking.groups * blocking.blocks
+    outputs = {"v": jax.ShapeDtypeStruct((rows, columns), left.dtype)}
+    if blocking.kernel_gradient:
+        outputs["weights"] = jax.ShapeDtypeStruct((blocks, 2, BOX, depth * columns // BOX), jnp.float32)
+    elif blocking.computes_left:
+        outputs["u"] = jax.ShapeDtypeStruct((rows, depth), left.dtype)
+    if blocking.sums:
+        outputs["sums"] = jax.ShapeDtypeStruct((blocks, 2, blocking.sums, columns // BOX, BOX), jnp.float32)
+    return outputs
 
 
 def _allocate_shared(

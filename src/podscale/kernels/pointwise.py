@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from podscale.kernels.blocking import BLOCKS, ROWS, choose_blocking
-from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
+from podscale.kernels.blocking import BLOCKS, ROWS, Product, choose_blocking
+from podscale.kernels.layer_spec import LayerSpec, OutputGradient
 
 Array = jax.Array
 Arrays = tuple[Any, ...]
@@ -16,8 +16,8 @@ Arrays = tuple[Any, ...]
 def can_use_kernel(spec: LayerSpec, x: Array, kernel: Array) -> bool:
     """Return whether a layer is a matrix product that is large enough to keep a whole GPU busy."""
     is_product = kernel.shape[:2] == (1, 1) and spec.stride == 1 and spec.padding == 0
-    is_large = spec.kernels == INTERPRET or x.size // x.shape[-1] >= BLOCKS * ROWS
-    return is_product and is_large and spec.kernels != REFERENCE and x.dtype == jnp.bfloat16
+    is_large = spec.kernels.are_interpreted or x.size // x.shape[-1] >= BLOCKS * ROWS
+    return is_product and is_large and spec.kernels.are_pallas and x.dtype == jnp.bfloat16
 
 
 def forward(
@@ -31,7 +31,8 @@ def forward(
         a, b = shortcut_affine or (jnp.ones_like(affine[0]), 0)
         vectors = [affine[0], affine[1] + b, a]
     rows, sums_count = x.size // depth, 2 if spec.output_sums else 0
-    blocking = choose_blocking(rows, spec.groups, depth, columns, len(left), 0, sums_count, computes_left=bool(affine))
+    product = Product(rows, spec.groups, depth, columns, len(left), 0, sums_count, computes_left=bool(affine))
+    blocking = choose_blocking(product)
     if blocking is None:
         return None
     from podscale.kernels import matmul  # it imports Pallas, which takes a second
@@ -48,8 +49,7 @@ def backward(
     residuals: Arrays,
     affine: Arrays,
     kernel: Array,
-    dz: Array,
-    dz_terms: Arrays,
+    gradient: OutputGradient,
     dy: Array | None,
 ) -> Arrays | None:
     """Return what `spatial.backward` does, and a fourth value; None where no blocking of the product fits.
@@ -58,7 +58,7 @@ def backward(
     None and the fourth value is the whole gradient by the convolution's output, from which it can be computed.
     """
     x, y, shortcut, z = residuals
-    factor, offset, slope = dz_terms
+    dz, factor, offset, slope = gradient
     depth, columns = kernel.shape[2:]
     rows = x.size // depth
     left = [dz] if offset is None else [dz, z]
@@ -66,9 +66,9 @@ def backward(
     others = [value for value in (x, shortcut) if value is not None] if affine else []
     extras = len(others) + (dy is not None) + bool(affine)
     sums_count = 1 + len(others) if affine else 0
-    size = rows, spec.groups, columns, depth, len(left)
-    blocking = choose_blocking(*size, extras + (not affine), sums_count, computes_left=True, kernel_gradient=True)
-    blocking = blocking or choose_blocking(*size, extras, sums_count, computes_left=True)
+    product = Product(rows, spec.groups, columns, depth, len(left), extras, sums_count, computes_left=True)
+    with_gradient = product._replace(extras=extras + (not affine), kernel_gradient=True)
+    blocking = choose_blocking(with_gradient) or choose_blocking(product)
     if blocking is None:
         return None
     from podscale.kernels import matmul
@@ -79,10 +79,12 @@ def backward(
         tuple(value.reshape(rows, columns) for value in left),
         tuple(vectors),
         kernel.reshape(depth, columns).T,
-        add=None if dy is None else flatten(dy),
-        mask=flatten(y) if affine else None,
-        others=tuple(map(flatten, others)),
-        inputs=flatten(y),
+        matmul.Finish(
+            add=None if dy is None else flatten(dy),
+            inputs=flatten(y),
+            mask=flatten(y) if affine else None,
+            others=tuple(map(flatten, others)),
+        ),
         interpret=_make_interpreter(spec),
     )
     dkernel = None if weights is None else weights.reshape(kernel.shape).astype(kernel.dtype)
@@ -93,4 +95,4 @@ def backward(
 def _make_interpreter(spec: LayerSpec) -> Any:
     from podscale.kernels import matmul
 
-    return matmul.make_interpreter() if spec.kernels == INTERPRET else None
+    return matmul.make_interpreter() if spec.kernels.are_interpreted else None

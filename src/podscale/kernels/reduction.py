@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from podscale.kernels import reference
-from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
+from podscale.kernels.layer_spec import LayerSpec
 
 Array = jax.Array
 Arrays = tuple[Any, ...]
@@ -92,7 +92,7 @@ def can_use_kernel(spec: LayerSpec, x: Array) -> bool:
         and rows % spec.groups == 0
         and rows >= BLOCK // min(WITH_OUTPUTS.channels, channels & -channels)
     )
-    return spec.kernels != REFERENCE and x.dtype == jnp.bfloat16 and is_divisible and x.size < MAX_ELEMENTS
+    return spec.kernels.are_pallas and x.dtype == jnp.bfloat16 and is_divisible and x.size < MAX_ELEMENTS
 
 
 def _map_and_sum(
@@ -153,7 +153,7 @@ def _map_and_sum(
         ),
         grid=(spec.groups, programs, channels // columns),
         compiler_params=triton.CompilerParams(num_warps=tuning.warps, num_stages=1),
-        interpret=spec.kernels == INTERPRET,
+        interpret=spec.kernels.are_interpreted,
         name="map_and_sum",
     )(*(array.reshape(rows, channels) for array in arrays), *vectors)
     return [result.reshape(arrays[0].shape) for result in results], sums.sum(axis=1).swapaxes(0, 1)

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from podscale.kernels import reduction, reference
-from podscale.kernels.layer_spec import REFERENCE, LayerSpec
+from podscale.kernels.layer_spec import LayerSpec, OutputGradient
 
 Array = jax.Array
 Arrays = tuple[Any, ...]
@@ -20,7 +20,7 @@ def forward(
 ) -> Arrays:
     """Return the rectified input, its convolution, and the sums of the convolution: [2, groups, channels] or None."""
     y = reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)
-    if spec.kernels != REFERENCE:
+    if spec.kernels.are_pallas:
         y = lax.optimization_barrier(y)  # else XLA computes it again from the block before, and that one from its own
     z = reference.convolve(spec, y, kernel)
     return y, z, reduction.compute_sums(spec, z) if spec.output_sums else None
@@ -31,8 +31,7 @@ def backward(
     residuals: Arrays,
     affine: Arrays,
     kernel: Array,
-    dz: Array,
-    dz_terms: Arrays,
+    gradient: OutputGradient,
     dy: Array | None,
     has_shortcut: bool,
 ) -> Arrays:
@@ -43,8 +42,7 @@ def backward(
         residuals: x, y, shortcut and z of the forward pass.
         affine: factor and offset of x; empty where the layer does not normalize.
         kernel: of the convolution.
-        dz: the gradient by the convolution's output z, up to a factor and two terms.
-        dz_terms: factor, offset and slope: the whole gradient by z is factor · dz + offset + slope · z.
+        gradient: by the convolution's output z.
         dy: the gradient by the rectified input from elsewhere, or None.
         has_shortcut: whether a shortcut was added, raw or not.
 
@@ -53,7 +51,7 @@ def backward(
         alone, times x, times the shortcut.
     """
     x, y, shortcut, z = residuals
-    dz = reference.combine_gradient(dz, z, dz_terms)
+    dz = reference.combine_gradient(gradient.values, z, gradient[1:])
     _, pull = jax.vjp(lambda y, kernel: reference.convolve(spec, y, kernel), y, kernel)
     by_y, dkernel = pull(dz)
     if dy is not None:

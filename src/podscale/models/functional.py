@@ -5,7 +5,7 @@ batch norms normalize by those statistics, as in evaluation.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
+from podscale.kernels.layer_spec import Kernels
 from podscale.models import folded_resnet, fused_resnet
 from podscale.models.resnet import ResNet
 from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, replace_batch_norms
@@ -32,6 +33,7 @@ class FunctionalModel:
         head: path of the layer whose shape depends on the number of classes, such as `layers.9`; empty if not known.
         freeze: paths of the layers that are not trained.
         stem: path of the first layer; empty if not known.
+        kernels: who computes the layers of a network that can be fused; None: they are not fused.
     """
 
     graph: Any
@@ -40,13 +42,16 @@ class FunctionalModel:
     head: str = ""
     freeze: tuple[str, ...] = ()
     stem: str = ""
+    kernels: Kernels | None = None
 
-    def train(
-        self, params: Tree, stats: Tree, images: jax.Array, groups: Groups, kernels: str = ""
-    ) -> tuple[jax.Array, Tree]:
+    def use_kernels(self, kernels: Kernels | None) -> "FunctionalModel":
+        """Return the model computed by these kernels; None: layer by layer, as the module says."""
+        return replace(self, kernels=kernels)
+
+    def train(self, params: Tree, stats: Tree, images: jax.Array, groups: Groups) -> tuple[jax.Array, Tree]:
         """Return the logits, and the moments of each batch norm (nested like `stats`).
 
-        With `kernels`, a ResNet is computed as a chain of fused layers (`fused_resnet`); a model with a method
+        With kernels for it, a ResNet is computed as a chain of fused layers (`fused_resnet`); a model with a method
         `use_kernels` decides itself.
         """
         model = self.build_module(params, stats)
@@ -56,19 +61,21 @@ class FunctionalModel:
         for path, module in nnx.iter_modules(model) if self.freeze else ():
             if isinstance(module, BatchNorm) and self.is_frozen(join_path(path)):
                 module.use_running_average = True
-        if kernels and hasattr(model, "use_kernels"):
-            model.use_kernels(kernels)
-        fused = kernels and type(model) is ResNet
-        logits = fused_resnet.forward(model, images, kernels) if fused else model(images)
+        if self.kernels and hasattr(model, "use_kernels"):
+            model.use_kernels(self.kernels)
+        if self.kernels and type(model) is ResNet:
+            logits = fused_resnet.forward(model, images, self.kernels)
+        else:
+            logits = model(images)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
 
-    def evaluate(self, params: Tree, stats: Tree, images: jax.Array, kernels: str = "") -> jax.Array:
-        """Return the logits by the running statistics; with `kernels`, a ResNet is folded (`folded_resnet`)."""
+    def evaluate(self, params: Tree, stats: Tree, images: jax.Array) -> jax.Array:
+        """Return the logits by the running statistics; a ResNet with kernels is folded (`folded_resnet`)."""
         model = self.build_module(params, stats)
         model.eval()
-        if kernels and hasattr(model, "use_kernels"):
-            model.use_kernels(kernels)
-        return folded_resnet.forward(model, images) if kernels and type(model) is ResNet else model(images)
+        if self.kernels and hasattr(model, "use_kernels"):
+            model.use_kernels(self.kernels)
+        return folded_resnet.forward(model, images) if self.kernels and type(model) is ResNet else model(images)
 
     def build_module(self, params: Tree, stats: Tree) -> Any:
         """Return the flax module with these parameters and statistics."""

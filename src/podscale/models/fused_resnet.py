@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from podscale.kernels import fused, pool
 from podscale.kernels.fused import Affine, RawOutput
-from podscale.kernels.layer_spec import LayerSpec
+from podscale.kernels.layer_spec import Kernels, LayerSpec
 from podscale.models.resnet import Conv, ResNet, Stem, convolve_four_outputs, list_convolutions, max_pool
 from podscale.parallel.batch_norm import BatchNorm
 
 
-def forward(net: ResNet, images: jax.Array, kernels: str) -> jax.Array:
+def forward(net: ResNet, images: jax.Array, kernels: Kernels) -> jax.Array:
     """Return the same logits as `net(images)`; `kernels` says who computes the layers (`kernels/layer_spec.py`)."""
     stem, *blocks, head = list[Any](net.layers)
     chain = FusedChain(images.shape[0], stem.norm.groups.images, kernels)
@@ -45,7 +45,7 @@ class FusedChain:
         kernels: who computes the layers.
     """
 
-    def __init__(self, images: int, group_images: int, kernels: str) -> None:
+    def __init__(self, images: int, group_images: int, kernels: Kernels) -> None:
         self.groups, self.kernels = images // (group_images or images), kernels
 
     def apply_stem(self, stem: Stem, images: jax.Array) -> jax.Array:

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from podscale import recipe
 from podscale.config.suggestions import suggest_numbers
 from podscale.errors import UserError
+from podscale.kernels.layer_spec import CUDNN, Kernels
 from podscale.models.initializers import normal, xavier_uniform
 from podscale.models.layers import DenseHead, PatchConv, Types, gelu, make_layer_norm, make_linear, select_types
 
 MLP_RATIO = 4
 TEMPERATURE = 10_000  # ratio of the longest to the shortest wavelength of sine-cosine positions
-CUDNN = "cudnn"  # `kernels` of attention as one kernel of cuDNN's
 
 
 class Size(NamedTuple):
@@ -123,11 +123,12 @@ def adapt_positions(model: "VisionTransformer", tensors: dict[str, np.ndarray]) 
 class Attention(nnx.Module):
     """Multi-head self-attention over tokens [images, tokens, width].
 
-    `kernels` says who computes it: "cudnn", a fused kernel on GPUs for bfloat16; or else `attend`, the reference.
+    `kernels` says who computes it: `CUDNN`, a fused kernel on GPUs for bfloat16; or else `attend`, the reference.
     """
 
     def __init__(self, width: int, heads: int, types: Types, rngs: nnx.Rngs) -> None:
-        self.heads, self.kernels = heads, ""
+        self.heads: int = heads
+        self.kernels: Kernels | None = None
         self.qkv = make_linear(width, 3 * width, xavier_uniform(width, width), types, rngs)
         self.project = make_linear(width, width, xavier_uniform(width, width), types, rngs)
 
@@ -203,8 +204,8 @@ class VisionTransformer(nnx.Module):
         x = norm(x[:, :1] if self.has_token else x)
         return head(x.mean(axis=1, dtype=head.kernel.dtype))
 
-    def use_kernels(self, kernels: str) -> None:
-        """Let `kernels` compute what they have kernels for: attention, with "cudnn"."""
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Let `kernels` compute what they can: attention, with `CUDNN`."""
         self.set_attributes(Attention, kernels=kernels)
 
 

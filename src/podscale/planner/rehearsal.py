@@ -145,7 +145,7 @@ def _decode_images(program: Program, images: int) -> list[str]:
     bad: list[tuple[int, str]] = []
     with ThreadPoolExecutor(count_usable_cores()) as pool:
         out = np.empty((count, size, size, 3), np.uint8)
-        crop.crop_batch(index, samples, boxes, flips, size, out, pool, bad)
+        crop.crop_batch(index, samples, boxes, flips, out, pool, bad)
     return [reason for _, reason in bad]
 
 

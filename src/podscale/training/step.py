@@ -93,7 +93,8 @@ def make_train_call(
 
     With `takes_seed` the last argument is the seed, a uint32, which replaces the recipe's.
     """
-    step, size = TrainStep(net, plan, optimizer, schedule), plan.recipe.data.image_size
+    step = TrainStep(net.use_kernels(plan.kernels), plan, optimizer, schedule)
+    size = plan.recipe.data.image_size
 
     def call(state: State, batch: Array, labels: Array, count: Array, *more: Array) -> tuple[State, Metrics]:
         residents, seed = (more[:-1], more[-1]) if takes_seed else (more, None)
@@ -279,7 +280,7 @@ class TrainStep:
         inputs, targets = augment.prepare_batch(
             recipe, images, labels, state.step, positions, plan.counts.classes, seed
         )
-        logits, moments = self.net.train(params, state.stats, inputs, plan.groups, plan.kernels)
+        logits, moments = self.net.train(params, state.stats, inputs, plan.groups)
         losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
         correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)
         loss, share = losses.sum() / recipe.batch.size, 1 / (plan.micro_batches * plan.pod.size)
@@ -306,10 +307,12 @@ def make_eval_call(net: FunctionalModel, plan: Plan, mesh: Mesh) -> Any:
     are, of each example, the predicted class (-1 if there is none), its probability, and that of the true class.
     """
 
+    net = net.use_kernels(plan.kernels)
+
     def call(
         params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, counts: EvalCounts
     ) -> tuple[EvalCounts, jax.Array]:
-        logits = views.evaluate_views(net, plan.recipe, params, stats, images, plan.kernels)
+        logits = views.evaluate_views(net, plan.recipe, params, stats, images)
         counts = jax.tree.map(jnp.add, counts, lax.psum(_count_correct(logits, labels), ALL_AXES))
         return counts, _predict_classes(logits, labels)
 

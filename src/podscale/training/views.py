@@ -15,15 +15,13 @@ from podscale.training.device_input import augment
 PARTS = 8  # further views are computed of this part of the images at once
 
 
-def average_views(
-    net: FunctionalModel, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array, kernels: str = ""
-) -> jax.Array:
+def average_views(net: FunctionalModel, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array) -> jax.Array:
     """Return the logits of images, averaged over the recipe's views of them.
 
     Images whose first view has a class of at least the probability `data.eval_confidence` keep that view's logits.
     """
     views = augment.make_views(images, recipe.data.eval_views)
-    logits = [net.evaluate(params, stats, augment.normalize(recipe, view), kernels) for _, view in views]
+    logits = [net.evaluate(params, stats, augment.normalize(recipe, view)) for _, view in views]
     if len(logits) == 1:
         return logits[0]
     average = jnp.stack([share * of_view for (share, _), of_view in zip(views, logits, strict=True)]).sum(0)
@@ -32,16 +30,14 @@ def average_views(
     return jnp.where(_compute_confidence(logits[0])[:, None] < recipe.data.eval_confidence, average, logits[0])
 
 
-def evaluate_views(
-    net: FunctionalModel, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array, kernels: str
-) -> jax.Array:
+def evaluate_views(net: FunctionalModel, recipe: Recipe, params: Tree, stats: Tree, images: jax.Array) -> jax.Array:
     """Return the same as `average_views`, computing further views only of images that need them, a part at a time."""
     threshold, count = recipe.data.eval_confidence, recipe.data.eval_views
     if threshold == 1 or count == 1:
-        return average_views(net, recipe, params, stats, images, kernels)
+        return average_views(net, recipe, params, stats, images)
 
     def evaluate(images: jax.Array) -> jax.Array:
-        return net.evaluate(params, stats, augment.normalize(recipe, images), kernels)
+        return net.evaluate(params, stats, augment.normalize(recipe, images))
 
     first = evaluate(images)
     confidence, at_once = _compute_confidence(first), max(1, -(-len(images) // PARTS))

@@ -56,7 +56,7 @@ def test_a_crop_on_the_device_equals_the_hosts(crop, height, width, padding):
     samples, passes = random.integers(0, 40, (3, 100)), random.integers(0, 9, (3, 100))
     boxes, flips = compute_crop_boxes(recipe.augment, 0, passes.ravel(), samples.ravel(), sizes[samples.ravel()], size)
     expected = np.empty((300, size, size, 3), np.uint8)
-    crops.crop_batch(index, samples.ravel(), boxes, flips, size, expected)
+    crops.crop_batch(index, samples.ravel(), boxes, flips, expected)
     picks_array = picks.make_picks(recipe, index, samples, passes)
     cropped = jax.jit(inputs.crop_picks, static_argnums=2)(images, picks_array, size)
     assert cropped.shape == (3, 100, size, size, 3)

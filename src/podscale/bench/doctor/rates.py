@@ -115,7 +115,7 @@ def measure_decoding(folder: Path, size: int = 224) -> dict[str, float]:
 
         def crop(threads: int) -> float:
             with ThreadPoolExecutor(threads) as pool:
-                seconds = time_best(lambda: crops.crop_batch(index, samples, boxes, flips, size, out, pool))
+                seconds = time_best(lambda: crops.crop_batch(index, samples, boxes, flips, out, pool))
             return IMAGES / seconds
 
         return {
