@@ -1,11 +1,11 @@
-"""The size of the code: few parameters, functions that fit on a screen, no state in modules but registries."""
+"""The size of the code: short files, functions that fit on a screen, few parameters."""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
-MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_ANY_LINES = 400, 50, 7, 150
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 50, 7
 
 
 def iterate_functions():
@@ -21,12 +21,19 @@ def count_parameters(function):
     return len([name for name in names if name not in ("self", "cls")]) + bool(arguments.kwarg) + bool(arguments.vararg)
 
 
+def count_code_lines(function):
+    """Return the lines of a function without its docstring."""
+    first, lines = function.body[0], function.end_lineno - function.lineno + 1
+    has_docstring = ast.get_docstring(function) is not None
+    return lines - (first.end_lineno - first.lineno + 1 if has_docstring else 0)
+
+
 def test_files_are_short():
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > MAX_LINES] == []
 
 
 def test_functions_fit_on_a_screen():
-    assert [name for name, node in iterate_functions() if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES] == []
+    assert [name for name, node in iterate_functions() if count_code_lines(node) > MAX_FUNCTION_LINES] == []
 
 
 def test_public_functions_have_few_parameters():

@@ -23,8 +23,8 @@ from podscale.data.index.dataset import open_index
 from podscale.data.order import compute_crop_boxes, compute_eval_boxes
 from podscale.processes import group
 from podscale.training import setup
-from podscale.training.loop import train
 from podscale.training.advice import describe_decoding
+from podscale.training.loop import train
 
 SIZE = 16
 KINDS = ("none", "encoded", "decoded")

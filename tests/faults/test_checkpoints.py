@@ -251,7 +251,7 @@ def test_training_continues_while_the_disk_is_full(recipe, undisturbed, small_di
             seen.append(checkpoints.newest())
         filler.unlink()
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     assert train(recipe, run, console=Console(width=300))["steps"] == 34
     assert "takes no more: No space left on device" in capsys.readouterr().out
     assert seen == [12]
