@@ -20,6 +20,35 @@ def make_metadata(run: Run, step: int) -> dict[str, str]:
     return {"format": "podscale"} | {name: to_json(value) for name, value in facts.items()}
 
 
+def write_pillow_code(data: Data) -> str:
+    """Return Python code that turns the file at `path` into the model's input `pixels`, exactly as Podscale does.
+
+    For JPEG and for PNG and WebP without transparency; Podscale composites transparent images over white first.
+    """
+    lines = [
+        "import numpy as np",
+        "from PIL import Image, ImageOps",
+        'image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")',
+    ]
+    if data.shrink:
+        lines += [
+            f"scale = min({data.shrink} / max(image.size), 1.0)",
+            "width, height = (max(int(side * scale + 0.5), 1) for side in image.size)",
+            "image = image.resize((width, image.height), Image.Resampling.BILINEAR)",
+            "image = image.resize((width, height), Image.Resampling.BILINEAR)",
+        ]
+    lines += [
+        f"side = max(int({data.eval_fraction} * min(image.size) + 0.5), 1)",
+        "left, top = (image.width - side) // 2, (image.height - side) // 2",
+        "box = (left, 0, left + side, image.height)",
+        f"image = image.resize(({data.image_size}, image.height), Image.Resampling.BILINEAR, box=box)",
+        f"box = (0, top, {data.image_size}, top + side)",
+        f"image = image.resize(({data.image_size}, {data.image_size}), Image.Resampling.BILINEAR, box=box)",
+        "pixels = np.asarray(image)[None]",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def describe_preprocessing(data: Data) -> dict[str, Any]:
     """Return how an image becomes the model's input, in numbers and in words."""
     shrink = f"shrink it to at most {data.shrink} pixels on the longer side, bilinear; " if data.shrink else ""
@@ -30,8 +59,10 @@ def describe_preprocessing(data: Data) -> dict[str, Any]:
         "shrink": data.shrink,
         "mean": list(data.mean),
         "std": list(data.std),
-        "resize": "decode to RGB, upright by its EXIF orientation; " + shrink + "crop the centred square whose side "
+        "resize": "decode to RGB, upright by its EXIF orientation; " + shrink + "take the centred square whose side "
         "is eval_fraction of the shorter side, rounded to the nearest pixel, its corner rounded down; resize it to "
-        "image_size x image_size with a bilinear filter that is widened when it shrinks (Pillow's BILINEAR)",
+        "image_size x image_size, first horizontally, with a bilinear filter that is widened when it shrinks and sees the pixels around the "
+        "square (Pillow's BILINEAR with box=; crop() first gives other pixels); `pillow` is the code",
+        "pillow": write_pillow_code(data),
         "normalize": "(pixel / 255 - mean) / std, per channel; stablehlo and onnx files do this themselves",
     }
