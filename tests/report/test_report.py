@@ -140,8 +140,17 @@ def write_page(run):
 
 def test_page_of_a_finished_run_shows_accuracy_time_and_rate(finished):
     read = Reader(write_page(finished))
-    for words in ("digits", "92.50%", "95.00%", "0.57", "34.0 s from the first batch", "4,321", "Step 337 of 337"):
+    for words in (
+        "digits",
+        "92.50%",
+        "95.00%",
+        "0.57",
+        "34.0 s of training and evaluation",
+        "4,321",
+        "Step 337 of 337",
+    ):
         assert words in read.text
+    assert "Step 337 of 337" in read.text
     for words in ("37.5 s of wall time", "30.0 s", "80.0%", "tiles of 1x2 chips", "trust = 0.02"):
         assert words in read.text
     for words in ("goodput", "90.00 ms", "45.00 ms", "2.00", "0123456789abcdef", "--fast", "00c0ffee", "jax 0.10.2"):
@@ -213,7 +222,7 @@ def test_time_of_an_unfinished_run_includes_the_steps_after_the_last_evaluation(
         make_train_line(3),
     ]
     assert (
-        "5.2 s from the first batch" in Reader(write_page(make_run(tmp_path / "run", lines))).text
+        "5.2 s of training and evaluation" in Reader(write_page(make_run(tmp_path / "run", lines))).text
     )  # 128 / 1280 a step
 
 
@@ -222,7 +231,7 @@ def test_resumed_run_adds_its_sessions_and_marks_where_it_resumed(tmp_path):
     at = next(i for i, line in enumerate(lines) if line["event"] == "eval") + 1
     read = Reader(write_page(make_run(tmp_path / "run", [*lines[:at], make_start_line(112), *lines[at:]], SUMMARY)))
     assert read.data["resumes"] == [112]
-    assert "45.2 s from the first batch, in 2 sessions" in read.text  # 11.2 before and 34 after
+    assert "45.2 s of training and evaluation, in 2 sessions" in read.text  # 11.2 before and 34 after
     assert "over 2 sessions" in read.text
 
 
@@ -321,7 +330,7 @@ def test_of_many_classes_the_most_confused_are_shown(tmp_path):
     result = {"step": 337, "examples": [2] * 100, "correct": [2] * 99 + [0], "confused": [[99, 42, 2]]}
     (run.folder / "findings.json").write_text(json.dumps(result | {"wrong": [], "certain": []}))
     read = Reader(write_page(run))
-    assert "Of 100 classes, those that are mistaken most." in read.text
+    assert "Of 100 classes, the most confused." in read.text
     assert len([cell for cell in read.all("td") if "wrong" in cell.get("class", "")]) == 1
     assert len(labels) == 200
 
@@ -413,7 +422,7 @@ def test_browser_draws_curves_and_pod(browser, finished):
         assert tab.problems == []
         assert count_points(tab, "train") == [336, 336]  # loss and accuracy
         assert count_points(tab, "val") == [2, 2]
-        assert count_points(tab, "rate") == [336]
+        assert count_points(tab, "rate") == [336, 336]  # learning rate and gradient norm
         assert tab.count("#plot-spent path.area") == 2
         assert tab.count("#torus rect.chip") == 4
         assert tab.read_text("#play") == "Pause"
@@ -571,3 +580,35 @@ def test_axe_does_find_violations(browser, axe, tmp_path):
     with browser.open((tmp_path / "poor.html").as_uri()) as tab:
         tab.evaluate(axe + "; 0")
         assert "image-alt" in tab.evaluate("axe.run().then((r) => r.violations.map((v) => v.id))")
+
+
+# --- scores and suggestions ----------------------------------------------------------------------------------------
+
+
+def test_page_warns_of_a_model_that_does_not_beat_the_baseline_and_says_what_to_do_next(tmp_path):
+    lines = [*make_finished_lines()[:-1], make_eval_line(337, 30.0, 0.67)]
+    run = make_run(tmp_path / "run", lines, SUMMARY, classes=("cat", "dog", "owl"))
+    labels = np.array([0] * 67 + [1] * 23 + [2] * 10, np.int32)
+    predictions = np.tile(np.array([[0, 0.99, 0.01]], np.float32), (100, 1))
+    result = mistakes.summarize_mistakes(337, predictions, labels, 3) | {"wrong": [], "certain": []}
+    (run.folder / "findings.json").write_text(json.dumps(result))
+    text = Reader(write_page(run)).text
+    assert "always predicting cat has accuracy 67.00 %" in text
+    assert "Most confused: dog as cat (23 of 23); owl as cat (10 of 10)." in text
+    assert "Classes are imbalanced: judge by balanced accuracy, and add images of owl." in text
+    assert "Probabilities are off by 0.32 on average" in text
+    assert "balanced accuracy33.3%" in text.replace(" 33", "33")
+    assert "Training loss includes label smoothing 0.1" in text
+
+
+def test_comparison_shows_recall_by_class_and_has_a_name_of_its_own(pair, tmp_path):
+    for number, run in enumerate(pair):
+        labels = np.repeat(np.arange(10, dtype=np.int32), 2)
+        predictions = np.stack([labels, np.ones(20), np.ones(20)], axis=1).astype(np.float32)
+        predictions[:number, 0] = 9
+        result = mistakes.summarize_mistakes(337, predictions, labels, 10) | {"wrong": [], "certain": []}
+        (run.folder / "findings.json").write_text(json.dumps(result))
+    text = Reader(compare.render_comparison(pair)).text
+    assert "Recall by class" in text
+    assert "50.0%" in text
+    assert compare.default_file(pair) == f"comparison-{pair[0].folder.name}-{pair[1].folder.name}.html"

@@ -15,6 +15,7 @@ from podscale.data.image_files import ImageFiles, list_image_files
 from podscale.errors import UserError
 from podscale.models.registry import list_models
 from podscale.pod import Pod, find_pod
+from podscale.report.metrics import compute_scores, describe_baseline
 from podscale.runs.folder import Run
 from podscale.training import step as steps
 from podscale.training import trained as trained_models
@@ -70,8 +71,9 @@ def evaluate(
         model: a flax.nnx module instead of the recipe's own.
 
     Returns:
-        `accuracy`, `accuracy_top5`, `loss` and `examples`; `unreadable`, a sentence for each image that could not be
-        read; the step of the `checkpoint`, and the `run`.
+        `accuracy`, `accuracy_top5`, `loss` and `examples`; the scores of `podscale.report.metrics.compute_scores`, the
+        `classes` that their lists follow, and a `warning` if the model does not beat the baseline; `unreadable`, a
+        sentence for each image that could not be read; the step of the `checkpoint`, and the `run`.
 
     Raises:
         UserError: there is no such checkpoint, or the data set has other classes.
@@ -99,7 +101,10 @@ def evaluate(
         state = program.restore_state(partial(checkpoints.restore, step))
     evaluator = Evaluator(program)
     result = evaluator(state)
-    return {**result, "unreadable": evaluator.unreadable_images, "checkpoint": step, "run": str(run.folder)}
+    scores = compute_scores(program.data.val.labels, evaluator.predictions, len(run.classes()))
+    warning = describe_baseline(result["accuracy"], scores, run.classes())
+    facts = {"unreadable": evaluator.unreadable_images, "checkpoint": step, "run": str(run.folder)}
+    return {**result, **scores, "classes": list(run.classes()), "warning": warning, **facts}
 
 
 def predict(

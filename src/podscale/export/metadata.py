@@ -61,8 +61,8 @@ def describe_preprocessing(data: Data) -> dict[str, Any]:
         "std": list(data.std),
         "resize": "decode to RGB, upright by its EXIF orientation; " + shrink + "take the centred square whose side "
         "is eval_fraction of the shorter side, rounded to the nearest pixel, its corner rounded down; resize it to "
-        "image_size x image_size, first horizontally, with a bilinear filter that is widened when it shrinks and sees the pixels around the "
-        "square (Pillow's BILINEAR with box=; crop() first gives other pixels); `pillow` is the code",
+        "image_size x image_size, first horizontally, with a bilinear filter that is widened when it shrinks and sees "
+        "the pixels around the square (Pillow's BILINEAR with box=; crop() first gives other pixels)",
         "pillow": write_pillow_code(data),
         "normalize": "(pixel / 255 - mean) / std, per channel; stablehlo and onnx files do this themselves",
     }

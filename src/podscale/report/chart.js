@@ -60,7 +60,14 @@ function verticalScale(values, options) {
   const at = options.log ? Math.log : (v) => v;
   const share = (v) => (at(v) - at(low)) / (at(high) - at(low));
   return { ticks: options.log ? logTicks(low, high) : linearTicks(low, high),
-    y: (v) => (options.log && v <= 0 ? null : bottom - share(v) * (bottom - MARGIN.top)) };
+    y: (v) => (options.log && v <= 0 ? null : Math.max(bottom - share(v) * (bottom - MARGIN.top), MARGIN.top)) };
+}
+
+/** Return a top that a few slow steps do not move; undefined if there are none. */
+function robustTop(values) {
+  const known = values.filter(isKnown).sort((a, b) => a - b);
+  const usual = known[Math.floor(0.9 * (known.length - 1))];
+  return known.at(-1) > 3 * usual && usual > 0 ? 1.5 * usual : undefined;
 }
 
 function makePath(xs, ys, x, y) {
@@ -119,7 +126,8 @@ function chart(holder, name, list, options) {
     const width = Math.max(holder.clientWidth, 240);
     const lastEpoch = Math.max(...series.map((s) => (s.epochs.length ? s.epochs.at(-1) : 0)));
     const x = (epoch) => MARGIN.left + (epoch / lastEpoch) * (width - MARGIN.left - MARGIN.right);
-    const scale = verticalScale(values, { log: options.log && options.log(), top: options.top });
+    const top = options.robust ? robustTop(series.at(-1).shown) : options.top;
+    const scale = verticalScale(values, { log: options.log && options.log(), top });
     const image = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": describe(name, series, format) }, holder);
     drawAxes(image, width, scale, x, lastEpoch, options.tick || format, options.marks || []);
     for (const s of series) (options.stacked ? drawArea : drawSeries)(image, s, x, scale.y);

@@ -24,6 +24,7 @@ from podscale.storage.files import write_atomically
 from podscale.storage.paths import require_local
 
 SCRIPTS = ("chart.js", "compare.js")
+MAX_CLASSES = 50  # of the table of classes
 MAX_RUNS = 24  # on one page; the curves of more cannot be distinguished
 
 
@@ -40,6 +41,11 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another file with --to") from None
     return path
+
+
+def default_file(runs: Sequence[Run]) -> str:
+    """Return a file name that is made of the runs' names."""
+    return f"comparison-{'-'.join(run.folder.resolve().name for run in runs)}"[:100] + ".html"
 
 
 def render_comparison(runs: Sequence[Run]) -> str:
@@ -63,6 +69,7 @@ def render_comparison(runs: Sequence[Run]) -> str:
         name=escape(", ".join(names)),
         switches=switches,
         results=render_table(("", *names), _make_result_rows(runs), "results of the runs"),
+        classes=_render_classes(names, runs),
         recipes=_format_differences(names, [run.recipe.to_dict() for run in runs], "recipes"),
         plans=_format_differences(names, [_select_plan_fields(run) for run in runs], "plans"),
     )
@@ -90,6 +97,29 @@ def _make_result_rows(runs: Sequence[Run]) -> list[list[str]]:
     return [[name, *(column[name] for column in columns)] for name in columns[0]]
 
 
+def _render_classes(names: list[str], runs: Sequence[Run]) -> str:
+    """Return the recall of each class by run, the largest difference first."""
+    if len({run.classes() for run in runs}) > 1:
+        return "<p>The runs have different classes.</p>"
+    recalls = [_compute_recalls(run) for run in runs]
+    if not all(recalls):
+        return "<p>Known once all runs have been evaluated.</p>"
+    rows = []
+    for number, name in enumerate(runs[0].classes()):
+        values = [recall[number] for recall in recalls]
+        known = [value for value in values if value is not None]
+        cells = ["–" if value is None else f"{value:.1%}" for value in values]
+        rows.append((max(known) - min(known) if known else 0.0, [name, *cells]))
+    rows.sort(key=lambda row: -row[0])
+    return render_table(("class", *names), [cells for _, cells in rows[:MAX_CLASSES]], "recall by class")
+
+
+def _compute_recalls(run: Run) -> list[float | None]:
+    mistakes = run.mistakes()
+    counts = zip(mistakes["correct"], mistakes["examples"], strict=True) if mistakes else ()
+    return [right / count if count else None for right, count in counts]
+
+
 def _summarize_run(run: Run) -> dict[str, str]:
     lines, plan = run.metrics(), run.plan()
     summary, evaluated, trained = (
@@ -103,7 +133,7 @@ def _summarize_run(run: Run) -> dict[str, str]:
         "best accuracy": " in ".join(format_accuracy(evaluated, plan)[i].rpartition(", ")[2] for i in (0, 1)),
         "steps": f"{max((line['step'] for line in lines), default=0):,} of {plan['steps']:,}",
         "minutes": format_minutes(sum_training_s(lines, run.recipe.batch.size)),
-        "images a second": f"{rate:,.0f}" if rate else "–",
+        "images per second": f"{rate:,.0f}" if rate else "–",
         "goodput": "–" if goodput is None else f"{goodput:.0%}",
         "sessions": str(len(split_sessions(lines))),
         "devices": format_devices(plan),

@@ -33,11 +33,10 @@ def compute_mean(lines: list[Line], name: str) -> float | None:
 
 
 def make_training_curves(trained: list[Line]) -> dict[str, list[float | None]]:
-    """Return step, loss, accuracy and learning rate, with a point for every group of steps."""
+    """Return step, loss, accuracy, learning rate and gradient norm, with a point for every group of steps."""
     groups = group_points(trained)
-    return {
-        name: [compute_mean(group, name) for group in groups] for name in ("step", "loss", "accuracy", "learning_rate")
-    }
+    names = ("step", "loss", "accuracy", "learning_rate", "grad_norm")
+    return {name: [compute_mean(group, name) for group in groups] for name in names}
 
 
 def make_evaluation_curves(evaluated: list[Line]) -> dict[str, list[float | None]]:

@@ -17,6 +17,7 @@ from podscale.data.index.dataset import Index
 from podscale.data.loader import load_eval_images
 from podscale.errors import UserError
 from podscale.recipe import Recipe
+from podscale.report.metrics import compute_scores
 from podscale.runs.folder import Run
 from podscale.storage.files import write_atomically
 
@@ -43,6 +44,7 @@ def summarize_mistakes(
         "step": step,
         "examples": np.bincount(labels, minlength=classes).tolist(),
         "correct": np.bincount(labels[right], minlength=classes).tolist(),
+        "scores": compute_scores(labels, predictions, classes),
         "confused": _count_pairs(labels[~right], predicted[~right]),
         "wrong": _select_examples(
             ~right & (predicted != NO_PREDICTION), confidence, predicted, true_confidence, labels

@@ -4,6 +4,7 @@ from html import escape
 from typing import Any
 
 from podscale.report.html import render_table, wrap_scrolling
+from podscale.report.metrics import describe_baseline
 
 MAX_MATRIX_CLASSES = 24  # of the confusion matrix; of more, the most confused
 MAX_CLASSES = 20  # of the first table of classes
@@ -20,20 +21,22 @@ def render_mistakes(mistakes: Mistakes, names: tuple[str, ...], steps_per_epoch:
     epoch = mistakes["step"] / steps_per_epoch
     return (
         f"<p>By the evaluation after step {mistakes['step']:,}, epoch {epoch:.1f}.</p>"
-        f"<h3>Most wrong</h3>{_render_images(mistakes['wrong'], names, 'Every validation image was named right.')}"
-        f"<h3>Most certain, and right</h3>{_render_images(mistakes['certain'], names, 'None was named right.')}"
-        f"<h3>Accuracy by class</h3>{_render_classes(mistakes, names)}"
-        f"<h3>What is mistaken for what</h3>{_render_matrix(mistakes, names)}{_render_pairs(mistakes, names)}"
+        f"{_render_scores(mistakes, names)}"
+        f"<h3>Most wrong</h3>{_render_images(mistakes['wrong'], names, 'Every validation image is classified right.')}"
+        f"<h3>Most confident, and right</h3>{_render_images(mistakes['certain'], names, 'None is classified right.')}"
+        f"<h3>Scores by class</h3>{_render_classes(mistakes, names)}"
+        f"<h3>Confusion matrix (true \\ predicted)</h3>{_render_matrix(mistakes, names)}"
+        f"{_render_pairs(mistakes, names)}{_render_calibration(mistakes)}"
     )
 
 
 def render_bad_images(reasons: list[str]) -> str:
     """Return a list of the images that could not be read."""
     if not reasons:
-        return "<p>Every image that was asked for could be read.</p>"
+        return "<p>All images could be read.</p>"
     more = f"<p>And {len(reasons) - MAX_BAD_IMAGES:,} more: see bad-pictures-*.txt in the run's folder.</p>"
     items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons[:MAX_BAD_IMAGES])
-    effect = "In training another took its place; in evaluation it counts as wrong."
+    effect = "In training each is replaced by another; in evaluation it counts as wrong."
     text = f'<p>{len(reasons):,} could not be read. {effect}</p><ul class="bad">{items}</ul>'
     return text + (more if len(reasons) > MAX_BAD_IMAGES else "")
 
@@ -54,35 +57,84 @@ def _render_image(example: Mistakes, names: tuple[str, ...]) -> str:
     return f'<li>{image}<p>{text}</p><p class="beside">{escape(example["name"])}</p></li>'
 
 
-def _render_classes(mistakes: Mistakes, names: tuple[str, ...]) -> str:
-    """Return the accuracy by class, the weakest first; classes past the first `MAX_CLASSES` are collapsed."""
+def _render_scores(mistakes: Mistakes, names: tuple[str, ...]) -> str:
+    """Return the model beside the majority baseline; empty for runs of older versions."""
+    scores = mistakes.get("scores")
+    if not scores:
+        return ""
+    accuracy = sum(mistakes["correct"]) / max(sum(mistakes["examples"]), 1)
     rows = [
-        (right / count, name, right, count)
-        for name, right, count in zip(names, mistakes["correct"], mistakes["examples"], strict=True)
+        ("accuracy", f"{accuracy:.2%}"),
+        ("majority baseline", f"{scores['majority_baseline']:.2%} (always {names[scores['majority_class']]})"),
+        ("balanced accuracy", _format_share(scores["balanced_accuracy"])),
+        ("expected calibration error", f"{scores['calibration']['expected_error'] or 0:.3f}"),
+    ]
+    warning = describe_baseline(accuracy, scores, names)
+    return (f'<p class="warning">Warning: {escape(warning)}.</p>' if warning else "") + render_table([], rows, "scores")
+
+
+def _render_classes(mistakes: Mistakes, names: tuple[str, ...]) -> str:
+    """Return the scores by class, the lowest recall first; classes past the first `MAX_CLASSES` are collapsed."""
+    scores = mistakes.get("scores", {})
+    empty = [None] * len(names)
+    columns = zip(names, mistakes["correct"], mistakes["examples"], scores.get("precision", empty), strict=False)
+    rows = [
+        (right / count, name, right, count, precision, f1)
+        for (name, right, count, precision), f1 in zip(columns, scores.get("f1", empty), strict=False)
         if count
     ]
     rows.sort(key=lambda row: row[0])
     lines = [
-        f'<tr><th scope="row">{escape(name)}</th><td>{share:.1%}</td><td>{_render_share(share)}</td>'
-        f"<td>{right:,} of {count:,}</td></tr>"
-        for share, name, right, count in rows
+        f'<tr><th scope="row">{escape(name)}</th><td>{recall:.1%}</td><td>{_render_share(recall)}</td>'
+        f"<td>{_format_share(precision)}</td><td>{_format_share(f1)}</td><td>{right:,} of {count:,}</td></tr>"
+        for recall, name, right, count, precision, f1 in rows
     ]
-    header_cells = (
-        '<th scope="col">class</th>',
-        '<th scope="col">accuracy</th>',
-        "<td></td>",
-        '<th scope="col">right</th>',
+    header = "".join(
+        f'<th scope="col">{name}</th>' if name else "<td></td>"
+        for name in ("class", "recall", "", "precision", "F1", "correct")
     )
-    head = f"<thead><tr>{''.join(header_cells)}</tr></thead>"
 
     def render_rows(rows: list[str], label: str) -> str:
+        head = f"<thead><tr>{header}</tr></thead>"
         return wrap_scrolling(f'<table class="numbers">{head}<tbody>{"".join(rows)}</tbody></table>', label)
 
-    first = render_rows(lines[:MAX_CLASSES], "accuracy by class, the weakest first")
+    first = render_rows(lines[:MAX_CLASSES], "scores by class, the lowest recall first")
     if len(lines) <= MAX_CLASSES:
         return first
-    others = render_rows(lines[MAX_CLASSES:], "accuracy of the other classes")
+    others = render_rows(lines[MAX_CLASSES:], "scores of the other classes")
     return f"{first}<details><summary>The other {len(lines) - MAX_CLASSES:,} classes</summary>{others}</details>"
+
+
+def _format_share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _render_calibration(mistakes: Mistakes) -> str:
+    """Return the reliability curve: confidence against accuracy, a dot per bin, and the same as a table."""
+    calibration = mistakes.get("scores", {}).get("calibration", {})
+    bins = calibration.get("bins", [])
+    if not bins:
+        return ""
+    points = [(10 + 180 * row["confidence"], 190 - 180 * row["accuracy"]) for row in bins]
+    dots = "".join(f'<circle class="p0" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in points)
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    drawing = (
+        '<svg class="reliability" viewBox="0 0 200 200" role="img" aria-label="Reliability curve, as in the table">'
+        '<rect class="frame" x="10" y="10" width="180" height="180"/><path class="ideal" d="M10,190L190,10"/>'
+        f'<polyline class="curve" points="{path}"/>{dots}</svg>'
+    )
+    rows = [
+        [
+            f"{row['from']:.1f} to {row['from'] + 0.1:.1f}",
+            f"{row['images']:,}",
+            f"{row['confidence']:.1%}",
+            f"{row['accuracy']:.1%}",
+        ]
+        for row in bins
+    ]
+    table = render_table(("confidence", "images", "mean confidence", "accuracy"), rows, "calibration")
+    text = "A dot per bin of confidence (horizontal) at its accuracy (vertical); on the dashed line, the two agree."
+    return f"<h3>Calibration</h3><p>{text}</p>{drawing}<details><summary>As a table</summary>{table}</details>"
 
 
 def _render_share(share: float) -> str:
@@ -101,9 +153,9 @@ def _render_matrix(mistakes: Mistakes, names: tuple[str, ...]) -> str:
     for a in classes:
         cells = "".join(_render_cell(counts.get((a, b), 0), mistakes["examples"][a], a == b) for b in classes)
         body += f'<tr><th scope="row">{escape(names[a])}</th>{cells}</tr>'
-    only = f" Of {len(names):,} classes, those that are mistaken most." if len(classes) < len(names) else ""
-    text = f"<p>A row is what an image is, a column what it is taken for; a cell counts images.{only}</p>"
-    corner = '<td class="corner">is \\ taken for</td>'
+    only = f" Of {len(names):,} classes, the most confused." if len(classes) < len(names) else ""
+    text = f"<p>Rows are true classes, columns predictions; cells count images.{only}</p>"
+    corner = '<td class="corner">true \\ predicted</td>'
     grid = f'<table class="matrix"><thead><tr>{corner}{head}</tr></thead><tbody>{body}</tbody></table>'
     return text + wrap_scrolling(grid, "confusion matrix")
 
@@ -136,5 +188,5 @@ def _render_pairs(mistakes: Mistakes, names: tuple[str, ...]) -> str:
     ]
     if not rows:
         return ""
-    rendered = render_table(("is", "taken for", "images"), rows, "the most frequent mistakes")
+    rendered = render_table(("true", "predicted", "images"), rows, "the most frequent mistakes")
     return f"<details><summary>The most frequent mistakes as a table</summary>{rendered}</details>"

@@ -17,7 +17,8 @@ function drawCurves() {
     chart(byId("plot-loss"), "Loss", listPair("loss"), { log: () => byId("log-loss").checked, marks }),
     chart(byId("plot-accuracy"), "Accuracy", listPair("accuracy"), { format: percent, tick: (v) => `${Math.round(100 * v)} %`, top: 1, marks }),
     chart(byId("plot-rate"), "Learning rate", listRate, { marks }),
-    chart(byId("plot-spent"), "Milliseconds of a step", listParts, { stacked: true, format: (v) => `${number(v)} ms`, tick: number, marks }),
+    chart(byId("plot-norm"), "Gradient norm", () => [makeSeries("gradient norm", "rate", train.step, train.grad_norm, { smooth: true })], { marks }),
+    chart(byId("plot-spent"), "Milliseconds per step", listParts, { stacked: true, robust: true, format: (v) => `${number(v)} ms`, tick: number, marks }),
   ]);
 }
 

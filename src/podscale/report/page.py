@@ -9,7 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from podscale.report import mistakes_section, pod_section, time_section
+from podscale.recipe import Recipe
+from podscale.report import mistakes_section, next_steps, pod_section, time_section
 from podscale.report.history import (
     MAX_POINTS,
     Line,
@@ -52,7 +53,8 @@ def render_report(run: Run) -> str:
         folder=escape(run.folder.resolve().name),
         status=escape(_format_status(lines, plan, summary)),
         headline=render_cards(_list_headline(run, lines, plan, summary)),
-        thinned=_describe_thinning(trained),
+        thinned=_describe_thinning(trained) + escape(_describe_loss(run.recipe)),
+        next=next_steps.render_next_steps(run, lines),
         parts=_format_keys(make_time_curves(trained)),
         evaluations=_format_evaluations(evaluated, plan),
         steps=_format_steps(trained, plan),
@@ -99,15 +101,15 @@ def _format_keys(parts: dict[str, Any]) -> str:
 def _format_status(lines: list[Line], plan: Line, summary: Line) -> str:
     last = max((line["step"] for line in lines), default=0)
     if not last:
-        return f"Not one step done yet of {plan['steps']:,}."
+        return f"No step done yet, of {plan['steps']:,}."
     position = f"Step {last:,} of {plan['steps']:,}, epoch {last / plan['steps_per_epoch']:.1f}"
     if not summary:
-        return f"{position}: not at its end when this page was written."
+        return f"{position}: still running, or stopped, when this page was written."
     if "until" in summary:
         (metric, value), *_ = summary["until"].items()
         outcome = f"reached in {summary['reached_s']:.1f} s" if summary["reached"] else "was not reached"
-        return f"{position}: at its end; {metric} {value} {outcome}."
-    return f"{position}: at its end."
+        return f"{position}: finished; {metric} {value} {outcome}."
+    return f"{position}: finished."
 
 
 def _list_headline(run: Run, lines: list[Line], plan: Line, summary: Line) -> list[tuple[str, str, str]]:
@@ -118,9 +120,9 @@ def _list_headline(run: Run, lines: list[Line], plan: Line, summary: Line) -> li
     return [
         ("accuracy at the end" if summary else "accuracy so far", *format_accuracy(evaluated[-1:], plan)),
         ("best accuracy", *format_accuracy(evaluated, plan)),
-        ("minutes", format_minutes(seconds), f"{seconds:,.1f} s from the first batch{in_sessions}"),
-        ("images a second", f"{rate:,.0f}" if rate else "–", f"on {format_devices(plan)}"),
-        ("goodput", "–" if goodput is None else f"{goodput:.0%}", "of all time was training that counted"),
+        ("minutes", format_minutes(seconds), f"{seconds:,.1f} s of training and evaluation{in_sessions}"),
+        ("images per second", f"{rate:,.0f}" if rate else "–", f"on {format_devices(plan)}"),
+        ("goodput", "–" if goodput is None else f"{goodput:.0%}", "of wall time spent training"),
     ]
 
 
@@ -165,13 +167,13 @@ def _format_evaluations(evaluated: list[Line], plan: Line) -> str:
         )
         for line in evaluated
     ]
-    head = ("step", "epoch", "accuracy", "top-5 accuracy", "loss", "seconds in its session")
+    head = ("step", "epoch", "accuracy", "top-5 accuracy", "loss", "seconds in the session")
     return render_table(head, rows, "evaluations")
 
 
 def _format_steps(trained: list[Line], plan: Line) -> str:
     if not trained:
-        return "<p>Not one step done yet.</p>"
+        return "<p>No step done yet.</p>"
     rows = []
     for group in group_points(trained, MAX_ROWS):
         first, last = group[0]["step"], group[-1]["step"]
@@ -188,8 +190,17 @@ def _describe_thinning(trained: list[Line]) -> str:
     each = f"Each point of a training curve is the mean of {size} steps. " if size > 1 else ""
     return (
         f"{each}The faint line is what was measured, the strong one its moving average. Point at a curve, or focus it "
-        "and use the arrow keys, to read values. A dotted upright line is where the run was resumed."
+        "and use the arrow keys, to read values. A dotted vertical line is where the run was resumed."
     )
+
+
+def _describe_loss(recipe: Recipe) -> str:
+    """Return why training loss and validation loss may not be compared, if they may not."""
+    parts = [f"label smoothing {recipe.augment.label_smoothing:g}"] if recipe.augment.label_smoothing else []
+    parts += [f"mixup {recipe.augment.mixup:g}"] if recipe.augment.mixup else []
+    if not parts:
+        return ""
+    return f" Training loss includes {' and '.join(parts)}, so it is higher than the validation loss, which does not."
 
 
 def _list_plan_rows(plan: Line, run: Run) -> list[tuple[str, str]]:

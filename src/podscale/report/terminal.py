@@ -39,24 +39,27 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
     rows = []
     if summary["accuracy"] is not None:
         rows.append(("accuracy", f"{summary['accuracy']:.2%} at the end, {summary['best_accuracy']:.2%} at best"))
-    compiled = f", {summary['compile_s']:.1f} s of compilation before" if summary["compile_s"] else ""
-    rows.append(("time", f"{summary['train_s']:.1f} s from the first batch{compiled}"))
+    if "balanced_accuracy" in summary:
+        baseline = f"majority baseline {summary['majority_baseline']:.2%}"
+        rows.append(("balanced", f"{summary['balanced_accuracy']:.2%} balanced accuracy; {baseline}"))
+    compiled = f", after {summary['compile_s']:.1f} s of compilation" if summary["compile_s"] else ""
+    rows.append(("time", f"{summary['train_s']:.1f} s of training and evaluation{compiled}"))
     if summary["images_per_s"]:
         rows.append(("rate", f"{summary['images_per_s']:,.0f} images/s while training"))
     if "step" in summary:
         rows.append(("step", _format_step(summary["step"])))
     if seconds:
-        rows.append(("where it went", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)))
+        rows.append(("time by phase", ", ".join(f"{part} {s:.1f} s" for part, s in seconds.items() if s >= 0.05)))
     if "goodput" in summary:
-        rows.append(
-            ("goodput", f"{summary['goodput']:.0%} of all time since the run began went into training that counted")
-        )
+        rows.append(("goodput", f"{summary['goodput']:.0%} of wall time spent training"))
     if "until" in summary:
         rows.insert(0, ("until", _format_target(summary)))
     rows.append(("run", folder))
     rows.append(("report", f"{folder}/report.html"))
     rows.append(("try it", f"{_get_command()} predict {folder}/sample.png --run {folder}"))
     console.print(make_table("result", rows))
+    if summary.get("warning"):
+        console.print(f"warning: {summary['warning']}", style="bold red", highlight=False, markup=False)
 
 
 def _format_step(step: dict[str, Any]) -> str:

@@ -75,7 +75,7 @@ function drawTiles(image, rows, cols, [high, wide], centre) {
 function drawPod() {
   const { pod } = data, rows = Math.min(pod.rows, DRAWN), cols = Math.min(pod.cols, DRAWN);
   const width = (cols - 1) * PITCH + CHIP + 2 * EDGE, height = (rows - 1) * PITCH + CHIP + 2 * EDGE;
-  const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: width * Math.min(Math.max(420 / width, 1), 2), role: "img",
+  const image = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: Math.min(width, 420), role: "img",
     "aria-label": `${rows} by ${cols} chips, each linked to its four neighbours, with links around the edges` }, byId("torus"));
   const centre = (row, col) => [EDGE + CHIP / 2 + col * PITCH, EDGE + CHIP / 2 + row * PITCH];
   drawTiles(image, rows, cols, pod.tile, centre);

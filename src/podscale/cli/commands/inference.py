@@ -21,10 +21,14 @@ def run_eval(arguments: argparse.Namespace) -> Result:
     make_console(arguments).print(
         f"validation accuracy {result['accuracy']:.2%} ({result['examples']:,} images), "
         f"top-5 {result['accuracy_top5']:.2%}, loss {result['loss']:.4f}; "
-        f"{run.folder}, checkpoint {result['checkpoint']}",
+        f"{run.folder}, checkpoint {result['checkpoint']}\n"
+        f"balanced accuracy {result['balanced_accuracy']:.2%}, majority baseline {result['majority_baseline']:.2%}, "
+        f"expected calibration error {result['calibration']['expected_error'] or 0:.3f}",
         highlight=False,
         markup=False,
     )
+    if result["warning"]:
+        make_console(arguments).print(f"warning: {result['warning']}", style="bold red", highlight=False, markup=False)
     return Result(result)
 
 

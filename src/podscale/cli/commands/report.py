@@ -16,7 +16,7 @@ def run_report(arguments: argparse.Namespace) -> Result:
 
     runs = [Run.load(folder) for folder in arguments.runs] or [Run.load_newest()]
     if len(runs) > 1:
-        path = compare.write_comparison(runs, Path(arguments.to or "comparison.html"))
+        path = compare.write_comparison(runs, Path(arguments.to or compare.default_file(runs)))
     elif arguments.to:
         raise UserError("--to is for comparisons of two or more runs; a single run's report is in its folder")
     else:

@@ -7,6 +7,7 @@ from podscale.config.stop_condition import StopCondition
 from podscale.forecast.model import Forecast, compare_step
 from podscale.plan import Plan
 from podscale.processes.group import is_main_process
+from podscale.report.metrics import compute_scores, describe_baseline
 from podscale.runs.events import Event
 from podscale.runs.folder import Run
 from podscale.runs.ledger import History, PhaseTimer
@@ -55,6 +56,7 @@ class Accounts:
         ledger, parts = session.ledger, _round(start_clock.get_parts())
         self._history = History(session.run.folder, ledger.start_time, session.start, ledger.start_boot, parts)
         self._updates = 0
+        self._scores: Line = {}  # of the last evaluation, in the main process
         self.summary: Line = {}
 
     def __call__(self, event: Event) -> bool:
@@ -63,6 +65,9 @@ class Accounts:
             self._updates += 1
         elif event.kind == "eval":
             self._evals.append({"step": event.step, **event.values})
+            if is_main_process() and event.details:
+                labels, classes = event.details["index"].labels, self._session.plan.counts.classes
+                self._scores = compute_scores(labels, event.details["predictions"], classes)
         elif event.kind == "save" and is_main_process():
             self._history.record(event.step, self._session.ledger.get_phases())
         elif event.kind == "end":
@@ -98,6 +103,11 @@ class Accounts:
         if session.forecast and step > session.start:
             times = (phases.get(name, 0.0) / (step - session.start) for name in ("train", "input wait"))
             summary["step"] = compare_step(session.forecast, *times)
+        if self._scores:
+            summary |= {name: self._scores[name] for name in ("majority_baseline", "balanced_accuracy")}
+            summary["expected_calibration_error"] = self._scores["calibration"]["expected_error"]
+            if warning := describe_baseline(summary["accuracy"], self._scores, session.run.classes()):
+                summary["warning"] = warning
         return summary
 
     def _summarize(self, step: int, compile_s: float) -> Line:

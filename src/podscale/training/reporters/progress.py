@@ -35,15 +35,15 @@ class ProgressReporter:
             self._accuracy = f"val {event.values['accuracy']:.2%}  "
             images = f"({event.values['examples']:,} images)"
             accuracy = f"validation accuracy {event.values['accuracy']:.2%} {images}"
-            self._display.print_line(f"epoch {event.epoch:.1f}: {accuracy} after {event.values['run_s']:.1f} s")
+            self._display.print_line(f"epoch {event.epoch:.1f}: {accuracy}, {event.values['run_s']:.1f} s")
 
     def _format_progress(self, event: Event) -> str:
         waited = self._ledger.seconds["input wait"] / max(time.perf_counter() - self._start_s, 1e-9)
         values = event.values
-        return (
-            f"epoch {event.epoch:.1f}  step {event.step:,}/{self._plan.steps:,}  "
-            f"loss {values['loss']:.3f}  train accuracy {values['accuracy']:.1%}  {self._accuracy}"
-            f"{values['images_per_s']:,.0f} images/s  input wait {waited:.0%}"
+        return (  # the most important first: a narrow terminal cuts off the end
+            f"step {event.step:,}/{self._plan.steps:,}  loss {values['loss']:.3f}  {self._accuracy}"
+            f"{values['images_per_s']:,.0f} images/s  epoch {event.epoch:.1f}  "
+            f"train accuracy {values['accuracy']:.1%}  input wait {waited:.0%}"
         )
 
     def close(self) -> None:
@@ -80,7 +80,8 @@ class Bar:
     """A progress bar on a terminal."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        bar_width = 40 if console.width >= 140 else 12
+        columns = (BarColumn(bar_width), TimeRemainingColumn(), TextColumn("{task.description}"))
         self._console, self._bar = console, Progress(*columns, console=console)
         self._task = self._bar.add_task("first batch", total=total, completed=done)
         self._bar.start()
