@@ -376,7 +376,8 @@ def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
 
 
 def _check_mixing(recipe: Recipe, micro_images: int) -> None:
-    if recipe.augment.mixup and micro_images % 2:
+    field = "mixup" if recipe.augment.mixup else "cutmix"
+    if (recipe.augment.mixup or recipe.augment.cutmix) and micro_images % 2:
         raise UserError(
-            f"augment.mixup pairs neighbours, but a device holds {micro_images} image(s); use an even number"
+            f"augment.{field} pairs neighbours, but a device holds {micro_images} image(s); use an even number"
         )

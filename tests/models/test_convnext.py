@@ -25,7 +25,7 @@ def test_images_must_halve_five_times():
 
 
 def test_a_new_block_is_nearly_the_identity_and_layer_scale_has_a_gradient():
-    block = convnext.Block(8, convnext.select_types("float32"), nnx.Rngs(0))
+    block = convnext.Block(8, 0.0, convnext.select_types("float32"), nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 8)), jnp.float32)
     np.testing.assert_allclose(block(x), x, atol=1e-4)
     gradient = nnx.grad(lambda block: (block(x) ** 2).sum())(block)
@@ -33,7 +33,7 @@ def test_a_new_block_is_nearly_the_identity_and_layer_scale_has_a_gradient():
 
 
 def test_the_depthwise_convolution_sees_seven_by_seven_places_of_one_channel():
-    block = convnext.Block(2, convnext.select_types("float32"), nnx.Rngs(0))
+    block = convnext.Block(2, 0.0, convnext.select_types("float32"), nnx.Rngs(0))
     point = jnp.zeros((1, 15, 15, 2)).at[0, 7, 7, 0].set(1.0)
     seen = np.asarray(block.depthwise(point)) != 0
     assert seen[0, 4:11, 4:11, 0].all()

@@ -89,8 +89,13 @@ def train_reference(recipe, steps=STEPS):
 
     def compute_loss(params, stats, images, labels, at):
         inputs, targets = augment.prepare_batch(recipe, images, labels, at, positions, 10)
-        logits, moments = net.train(params, stats, inputs, Groups(recipe.batch.span))
-        return -(targets * jax.nn.log_softmax(logits)).sum(-1).mean(), moments
+        keys = augment.make_layer_keys(recipe, at, positions) if net.is_random else None
+        logits, moments = net.train(params, stats, inputs, Groups(recipe.batch.span), keys=keys)
+        weights = jnp.asarray(recipe.train.class_weights or [1.0] * 10)
+        if recipe.train.loss == "binary":
+            p = jax.nn.sigmoid(logits)
+            return -(weights * (targets * jnp.log(p) + (1 - targets) * jnp.log(1 - p))).mean(), moments
+        return -(weights * targets * jax.nn.log_softmax(logits)).sum(-1).mean(), moments
 
     gradient = jax.jit(jax.value_and_grad(compute_loss, has_aux=True))
     for at in range(steps):

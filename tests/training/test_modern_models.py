@@ -1,4 +1,4 @@
-"""A small network of each modern family trains the same on every pod, in float64."""
+"""A small network of each modern family trains the same on every pod, in float64, with all random features on."""
 
 import jax
 import numpy as np
@@ -35,9 +35,25 @@ def _small_models():
         registry.unregister_model(f"small_{family}")
 
 
+FEATURES = {
+    "vit": {"schedule.layer_decay": 0.7, "train.loss": "binary", "augment.mixup": 0.8},
+    "efficientnet": {
+        "optimizer.name": "rmsprop",
+        "optimizer.second_moment": 0.9,
+        "optimizer.weight_decay": 1e-5,
+        "model.remat": True,
+        "train.class_weights": [0.5 + 0.1 * i for i in range(10)],
+    },
+    "convnext": {"model.remat": True, "augment.mixup": 0.0},
+}
+
+
 def make_recipe(family, **changes):
     settings = {
         "model.name": f"small_{family}",
+        "model.dropout": 0.2,
+        "model.drop_path": 0.5,
+        "augment.cutmix": 1.0,
         "model.patch": 2,
         "model.norm_epsilon": 1e-3,
         "train.epochs": (STEPS - 0.5) * 64 / 1437,
@@ -46,7 +62,7 @@ def make_recipe(family, **changes):
         "optimizer.epsilon": 1e-3,  # with tiny gradients, a smaller one makes rounding errors large
         "schedule.peak": 1e-2,
     }
-    return make_small_recipe("float64", **settings | changes)
+    return make_small_recipe("float64", **settings | FEATURES[family] | changes)
 
 
 @pytest.mark.heavy

@@ -10,10 +10,18 @@ _AT_LEAST_ONE = (
     "data.image_size data.lanes data.max_image_mib model.width model.patch batch.size batch.span "
     "optimizer.newton_schulz"
 ).split()
-_POSITIVE = ("train.epochs", "train.eval_epochs", "data.std", "data.eval_fraction", "schedule.power")
+_POSITIVE = (
+    "train.epochs",
+    "train.eval_epochs",
+    "data.std",
+    "data.eval_fraction",
+    "schedule.power",
+    "schedule.layer_decay",
+)
 _SHARES = (
     "data.eval_fraction data.eval_confidence data.bad_share data.hold_out optimizer.momentum optimizer.rest_momentum "
     "optimizer.second_moment optimizer.average "
+    "model.dropout model.drop_path schedule.layer_decay augment.cutmix_chance "
     "augment.min_area augment.erase augment.label_smoothing train.stats_momentum"
 ).split()
 _AT_LEAST_ZERO = (
@@ -21,8 +29,8 @@ _AT_LEAST_ZERO = (
     "optimizer.trust "
     "optimizer.epsilon optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs "
     "schedule.bias_peak schedule.head_peak schedule.stem_epochs schedule.factor "
-    "augment.padding augment.randaugment augment.magnitude augment.mixup augment.brightness augment.contrast "
-    "train.seed train.bad_updates"
+    "augment.padding augment.randaugment augment.magnitude augment.mixup augment.cutmix "
+    "augment.brightness augment.contrast train.seed train.bad_updates"
 ).split()
 
 
@@ -51,4 +59,6 @@ def check_ranges(recipe: Any) -> None:
     require(["data.max_image_mib"], lambda v: v <= 2**20, "at most 2**20")
     require(["batch.size"], lambda v: v <= 2**24, "at most 2**24")
     require(["augment.max_aspect"], lambda v: 1 <= v < float("inf"), "at least 1")
+    require(["model.dropout", "model.drop_path"], lambda v: v < 1, "below 1")
+    require(["train.class_weights"], lambda v: 0 <= v < float("inf"), "0 or more")
     require(["augment.magnitude"], lambda v: v <= 30, "at most 30")

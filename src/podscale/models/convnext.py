@@ -17,7 +17,17 @@ from podscale import recipe
 from podscale.config.suggestions import suggest_numbers
 from podscale.errors import UserError
 from podscale.models.initializers import normal
-from podscale.models.layers import DenseHead, PatchConv, Types, gelu, make_layer_norm, make_linear, select_types
+from podscale.models.layers import (
+    DenseHead,
+    PatchConv,
+    Types,
+    gelu,
+    make_layer_norm,
+    make_linear,
+    select_types,
+)
+from podscale.models.random_layers import Dropout, DropPath, spread_rates
+from podscale.models.remat import apply_layers
 
 REDUCTION = 32  # from the side of the image to that of the last map
 MLP_RATIO = 4
@@ -64,7 +74,7 @@ class Downsample(nnx.Module):
 class Block(nnx.Module):
     """A depthwise 7x7 convolution and an MLP over channels, scaled and added to the input."""
 
-    def __init__(self, width: int, types: Types, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, drop_path: float, types: Types, rngs: nnx.Rngs) -> None:
         self.depthwise = nnx.Conv(
             width,
             width,
@@ -79,32 +89,32 @@ class Block(nnx.Module):
         self.expand = make_linear(width, MLP_RATIO * width, INIT, types, rngs)
         self.project = make_linear(MLP_RATIO * width, width, INIT, types, rngs)
         self.layer_scale = nnx.Param(jnp.full(width, LAYER_SCALE, types.param))
+        self.drop_path = DropPath(drop_path)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.norm(self.depthwise(x))
         y = self.project(gelu(self.expand(y)))
-        return x + y * self.layer_scale[...].astype(x.dtype)
+        return x + self.drop_path(y * self.layer_scale[...].astype(x.dtype))
 
 
 class ConvNeXt(nnx.Module):
     """Maps normalized images [images, height, width, 3] to logits [images, classes], float32 (float64 for float64)."""
 
     def __init__(self, size: Size, config: recipe.Model, classes: int, rngs: nnx.Rngs) -> None:
-        types = select_types(config.precision)
+        types, rates = select_types(config.precision), iter(spread_rates(config.drop_path, sum(size.depths)))
         layers: list[nnx.Module] = [Stem(size.widths[0], types, rngs)]
         for stage, (depth, width) in enumerate(zip(size.depths, size.widths, strict=True)):
             if stage:
                 layers.append(Downsample(size.widths[stage - 1], width, types, rngs))
-            layers += [Block(width, types, rngs) for _ in range(depth)]
+            layers += [Block(width, next(rates), types, rngs) for _ in range(depth)]
         norm = make_layer_norm(size.widths[-1], types, rngs)
+        self.dropout, self.remat = Dropout(config.dropout), config.remat
         self.layers = nnx.List([*layers, norm, DenseHead(size.widths[-1], classes, INIT, types, rngs)])
 
     def __call__(self, images: jax.Array) -> jax.Array:
         *layers, norm, head = list[Any](self.layers)
-        x = images
-        for layer in layers:
-            x = layer(x)
-        return head(norm(x.mean(axis=(1, 2), dtype=head.kernel.dtype)))
+        x = apply_layers(layers, images, self.remat)
+        return head(self.dropout(norm(x.mean(axis=(1, 2), dtype=head.kernel.dtype))))
 
 
 def build_convnext(name: str, config: recipe.Model, classes: int, image_size: int, rngs: nnx.Rngs) -> ConvNeXt:

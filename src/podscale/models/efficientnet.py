@@ -23,6 +23,8 @@ from podscale import recipe
 from podscale.errors import UserError
 from podscale.models.initializers import he_fan_out, uniform
 from podscale.models.layers import DenseHead, Types, make_linear, select_types
+from podscale.models.random_layers import Dropout, DropPath
+from podscale.models.remat import apply_layers
 from podscale.parallel.batch_norm import Activation, BatchNorm
 
 STEM_WIDTH, FEATURES = 32, 1280
@@ -165,7 +167,7 @@ class SqueezeExcitation(nnx.Module):
 class Block(nnx.Module):
     """An inverted bottleneck, beside a shortcut where it changes neither size nor channels."""
 
-    def __init__(self, inputs: int, stage: Stage, stride: int, style: Style, rngs: nnx.Rngs) -> None:
+    def __init__(self, inputs: int, stage: Stage, stride: int, drop_path: float, style: Style, rngs: nnx.Rngs) -> None:
         width, make = inputs * stage.expansion, partial(ConvNorm, style=style, rngs=rngs)
         self.has_shortcut = stride == 1 and inputs == stage.width
         self.expand = make(inputs, width, 1) if stage.expansion > 1 else None
@@ -173,13 +175,14 @@ class Block(nnx.Module):
         squeezed = round(SQUEEZE * inputs)
         self.squeeze_excitation = None if style.lite else SqueezeExcitation(width, squeezed, style.types, rngs)
         self.project = make(width, stage.width, 1, linear=True)
+        self.drop_path = DropPath(drop_path)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x if self.expand is None else self.expand(x)
         y = self.depthwise(y)
         y = y if self.squeeze_excitation is None else self.squeeze_excitation(y)
         y = self.project(y)
-        return x + y if self.has_shortcut else y
+        return x + self.drop_path(y) if self.has_shortcut else y
 
 
 # --- the network ---------------------------------------------------------------------------------------------------
@@ -194,10 +197,13 @@ class EfficientNet(nnx.Module):
         factor = 1.0 if size.lite else size.width  # of stem and head
         inputs, features = scale_width(STEM_WIDTH, factor), scale_width(FEATURES, factor)
         self.depths = tuple(stage.depth for stage in stages)
+        blocks = sum(self.depths)
+        rates = (config.drop_path * index / blocks for index in range(blocks))  # as in the paper's code
+        self.dropout, self.remat = Dropout(config.dropout), config.remat
         layers: list[nnx.Module] = [ConvNorm(3, inputs, 3, style, rngs, stride=2)]
         for stage in stages:
             for index in range(stage.depth):
-                layers.append(Block(inputs, stage, 1 if index else stage.stride, style, rngs))
+                layers.append(Block(inputs, stage, 1 if index else stage.stride, next(rates), style, rngs))
                 inputs = stage.width
         layers.append(ConvNorm(inputs, features, 1, style, rngs))
         layers.append(DenseHead(features, classes, uniform(1 / math.sqrt(classes)), types, rngs))
@@ -205,10 +211,8 @@ class EfficientNet(nnx.Module):
 
     def __call__(self, images: jax.Array) -> jax.Array:
         *layers, head = list[Any](self.layers)
-        x = images.astype(layers[0].conv.dtype)
-        for layer in layers:
-            x = layer(x)
-        return head(x.mean(axis=(1, 2), dtype=head.kernel.dtype))
+        x = apply_layers(layers, images.astype(layers[0].conv.dtype), self.remat)
+        return head(self.dropout(x.mean(axis=(1, 2), dtype=head.kernel.dtype)))
 
 
 def build_efficientnet(name: str, config: recipe.Model, classes: int, image_size: int, rngs: nnx.Rngs) -> EfficientNet:

@@ -17,6 +17,7 @@ from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.kernels.layer_spec import Kernels
 from podscale.models import folded_resnet, fused_resnet
+from podscale.models.random_layers import KeySource, RandomLayer, name_random_layers, replace_dropouts
 from podscale.models.resnet import ResNet
 from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, replace_batch_norms
 
@@ -34,6 +35,7 @@ class FunctionalModel:
         freeze: paths of the layers that are not trained.
         stem: path of the first layer; empty if not known.
         kernels: who computes the layers of a network that can be fused; None: they are not fused.
+        is_random: whether the model has random layers, which need keys in training.
     """
 
     graph: Any
@@ -43,13 +45,18 @@ class FunctionalModel:
     freeze: tuple[str, ...] = ()
     stem: str = ""
     kernels: Kernels | None = None
+    is_random: bool = False
 
     def use_kernels(self, kernels: Kernels | None) -> "FunctionalModel":
         """Return the model computed by these kernels; None: layer by layer, as the module says."""
         return replace(self, kernels=kernels)
 
-    def train(self, params: Tree, stats: Tree, images: jax.Array, groups: Groups) -> tuple[jax.Array, Tree]:
+    def train(
+        self, params: Tree, stats: Tree, images: jax.Array, groups: Groups, keys: jax.Array | None = None
+    ) -> tuple[jax.Array, Tree]:
         """Return the logits, and the moments of each batch norm (nested like `stats`).
+
+        Random layers draw from `keys`, one for each image; without them they do nothing.
 
         With kernels for it, a ResNet is computed as a chain of fused layers (`fused_resnet`); a model with a method
         `use_kernels` decides itself.
@@ -58,6 +65,8 @@ class FunctionalModel:
         model.train()
         if stats:
             model.set_attributes(BatchNorm, groups=groups)
+        if keys is not None and self.is_random:
+            model.set_attributes(RandomLayer, source=KeySource(keys))
         for path, module in nnx.iter_modules(model) if self.freeze else ():
             if isinstance(module, BatchNorm) and self.is_frozen(join_path(path)):
                 module.use_running_average = True
@@ -151,19 +160,27 @@ def make_functional(model: nnx.Module, freeze: tuple[str, ...] = ()) -> tuple[Fu
     """Return a model as functions, its parameters and its running statistics.
 
     Args:
-        model: a flax module; its `nnx.BatchNorm` layers are replaced by distributed ones, in place.
+        model: a flax module; its `nnx.BatchNorm` layers are replaced by distributed ones, and its `nnx.Dropout` layers
+            by ones whose choices are the same on every pod, in place.
         freeze: paths of the layers not to train, such as `layers.0`; `body` is all layers but the head.
 
     Raises:
         UserError: the model has other state than parameters and batch-norm statistics, or `freeze` does not fit it.
     """
     replace_batch_norms(model)
+    replace_dropouts(model)
+    is_random = name_random_layers(model, join_path)
     graph, params, stats, others = nnx.split(model, nnx.Param, nnx.BatchStat, ...)  # type: ignore[misc]
     if jax.tree.leaves(others):
         kinds = ", ".join(sorted({type(v).__name__ for _, v in nnx.to_flat_state(others)}))
-        raise UserError(f"the model keeps state other than parameters and batch-norm statistics ({kinds})")
+        raise UserError(
+            f"the model keeps state other than parameters and batch-norm statistics ({kinds}); a random layer derives "
+            "from podscale.models.random_layers.RandomLayer, which gives it its keys"
+        )
     shapes, stats_shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (params, stats))
-    net = FunctionalModel(graph, shapes, stats_shapes, _find_head(model), freeze, _find_stem(model))
+    net = FunctionalModel(
+        graph, shapes, stats_shapes, _find_head(model), freeze, _find_stem(model), is_random=is_random
+    )
     arrays = nnx.to_pure_dict(params)
     _check_freeze(net, [join_path(path) for path in flatten_dict(arrays)])
     return net, arrays, nnx.to_pure_dict(stats)

@@ -39,6 +39,9 @@ _FIELDS = {
     "positions": ("vit",),
     "padding": ("efficientnet",),
     "norm_epsilon": ("efficientnet",),
+    "dropout": ("vit", "efficientnet", "convnext"),
+    "drop_path": ("vit", "efficientnet", "convnext"),
+    "remat": ("resnet", "vit", "efficientnet", "convnext"),
 }
 _BUILT_IN = frozenset(_builders)
 

@@ -20,6 +20,7 @@ from podscale import recipe
 from podscale.config.suggestions import suggest_numbers
 from podscale.errors import UserError
 from podscale.models.initializers import init_normal, select_param_dtype
+from podscale.models.remat import apply_layers
 from podscale.parallel.batch_norm import BatchNorm
 
 # --- convolutions --------------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class ResNet(nnx.Module):
 
     def __init__(self, block: Block, stages: tuple[int, ...], config: recipe.Model, classes: int, rngs: nnx.Rngs):
         self.stages = stages
-        self.dtype = jnp.dtype(config.precision)
+        self.dtype, self.remat = jnp.dtype(config.precision), config.remat
         layers: list[nnx.Module] = [Stem(config, rngs)]
         inputs = config.width
         for stage, blocks in enumerate(stages):
@@ -223,10 +224,7 @@ class ResNet(nnx.Module):
         self.layers = nnx.List(layers)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        x = images.astype(self.dtype)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return apply_layers(self.layers, images.astype(self.dtype), self.remat)
 
 
 def build_resnet(name: str, config: recipe.Model, classes: int, image_size: int, rngs: nnx.Rngs) -> ResNet:

@@ -24,7 +24,17 @@ from podscale.config.suggestions import suggest_numbers
 from podscale.errors import UserError
 from podscale.kernels.layer_spec import CUDNN, Kernels
 from podscale.models.initializers import normal, xavier_uniform
-from podscale.models.layers import DenseHead, PatchConv, Types, gelu, make_layer_norm, make_linear, select_types
+from podscale.models.layers import (
+    DenseHead,
+    PatchConv,
+    Types,
+    gelu,
+    make_layer_norm,
+    make_linear,
+    select_types,
+)
+from podscale.models.random_layers import Dropout, DropPath, spread_rates
+from podscale.models.remat import apply_layers
 
 MLP_RATIO = 4
 TEMPERATURE = 10_000  # ratio of the longest to the shortest wavelength of sine-cosine positions
@@ -170,15 +180,17 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Attention, then the MLP, each normalized before and added to its input."""
 
-    def __init__(self, size: Size, types: Types, rngs: nnx.Rngs) -> None:
+    def __init__(self, size: Size, drop_path: float, types: Types, rngs: nnx.Rngs) -> None:
         self.norm1 = make_layer_norm(size.width, types, rngs)
         self.attention = Attention(size.width, size.heads, types, rngs)
+        self.drop_path1 = DropPath(drop_path)
         self.norm2 = make_layer_norm(size.width, types, rngs)
         self.mlp = MLP(size.width, types, rngs)
+        self.drop_path2 = DropPath(drop_path)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.drop_path1(self.attention(self.norm1(x)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
 # --- the network ---------------------------------------------------------------------------------------------------
@@ -189,20 +201,18 @@ class VisionTransformer(nnx.Module):
 
     def __init__(self, size: Size, config: recipe.Model, classes: int, image_size: int, rngs: nnx.Rngs) -> None:
         types = select_types(config.precision)
-        self.has_token = config.pooling == "token"
+        self.has_token, self.remat = config.pooling == "token", config.remat
         embedding = Embedding(config, size.width, image_size // config.patch, types, rngs)
-        blocks = [Block(size, types, rngs) for _ in range(size.depth)]
+        blocks = [Block(size, rate, types, rngs) for rate in spread_rates(config.drop_path, size.depth)]
         norm = make_layer_norm(size.width, types, rngs)
         head = DenseHead(size.width, classes, nnx.initializers.zeros_init(), types, rngs)
-        self.layers = nnx.List([embedding, *blocks, norm, head])
+        self.layers, self.dropout = nnx.List([embedding, *blocks, norm, head]), Dropout(config.dropout)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         *layers, norm, head = list[Any](self.layers)
-        x = images
-        for layer in layers:
-            x = layer(x)
+        x = apply_layers(layers, images, self.remat)
         x = norm(x[:, :1] if self.has_token else x)
-        return head(x.mean(axis=1, dtype=head.kernel.dtype))
+        return head(self.dropout(x.mean(axis=1, dtype=head.kernel.dtype)))
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Let `kernels` compute what they can: attention, with `CUDNN`."""

@@ -1,6 +1,6 @@
 """Optimizers by name: from the recipe's section `optimizer` to an optax transformation.
 
-LARS, SGD, AdamW and Muon are built in; `register_optimizer` adds others.
+LARS, SGD, AdamW, Muon and RMSProp are built in; `register_optimizer` adds others.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,17 @@ from podscale.config.fields import add_choice
 from podscale.errors import UserError
 from podscale.optim.adamw import make_adamw
 from podscale.optim.lars import make_lars
+from podscale.optim.layer_decay import scale_by_layer
 from podscale.optim.muon import make_fallback, make_muon
 from podscale.optim.norms import Norms, clip_by_global_norm, compute_norms
 from podscale.optim.parameter_groups import DEFAULT, label_groups, make_group_rates
+from podscale.optim.rmsprop import make_rmsprop
 from podscale.optim.sgd import make_sgd
 from podscale.recipe import Optimizer, Recipe
 
 Rule = Callable[[Optimizer, optax.ScalarOrSchedule], optax.GradientTransformation]
-BUILT_IN_NAMES = ("lars", "sgd", "adamw", "muon")
+BUILT_IN_NAMES = ("lars", "sgd", "adamw", "muon", "rmsprop")
+ELEMENTWISE_RULES: dict[str, Rule] = {"sgd": make_sgd, "adamw": make_adamw, "rmsprop": make_rmsprop}
 RULES: dict[str, Rule] = {}  # registered rules by name
 
 
@@ -49,6 +52,8 @@ def make_optimizer(
         rule = rules[DEFAULT]
     else:
         rule = optax.partition(rules, partial(label_groups, settings, set(rules), stem, head))
+    if recipe.schedule.layer_decay != 1:
+        rule = optax.chain(rule, scale_by_layer(recipe.schedule.layer_decay))
     return (
         optax.chain(clip_by_global_norm(settings.clip_norm, norms or compute_norms), rule)
         if settings.clip_norm
@@ -64,10 +69,8 @@ def _make_rule(
     match settings.name:
         case "lars":
             return make_lars(settings, rate, norms or compute_norms)
-        case "sgd":
-            return make_sgd(settings, rate)
-        case "adamw":
-            return make_adamw(settings, rate)
+        case name if name in ELEMENTWISE_RULES:
+            return ELEMENTWISE_RULES[name](settings, rate)
         case "muon" if norms is None:
             if not group.startswith(DEFAULT):
                 return make_fallback(settings, rate)

@@ -67,6 +67,11 @@ class Model:
     precision: Literal["float32", "bfloat16", "float64"] = _field(
         "float32", "of the computation; parameters and statistics are at least float32 (float64 is for checking)"
     )
+    dropout: float = _field(0.0, "share of the features before the head that dropout sets to 0 (not of ResNets)")
+    drop_path: float = _field(
+        0.0, "chance that stochastic depth leaves out the last block; it grows from 0 at the first (not of ResNets)"
+    )
+    remat: bool = _field(False, "compute each layer again in the backward pass instead of keeping what it computed")
     init: str = _field(
         "", "initial weights: a run's folder, .safetensors, a torch state dict or hub:OWNER/NAME; required: give some"
     )
@@ -85,7 +90,7 @@ class Batch:
 class Optimizer:
     """How a gradient becomes an update."""
 
-    name: Literal["lars", "sgd", "adamw", "muon"] = _field("lars", "the update rule")
+    name: Literal["lars", "sgd", "adamw", "muon", "rmsprop"] = _field("lars", "the update rule")
     form: Literal["mlperf", "scaled", "optax"] = _field("mlperf", "which published form of LARS")
     momentum: float = _field(0.9, "momentum; the first moment's decay for adamw")
     nesterov: bool = _field(False, "Nesterov's momentum (sgd, adamw, muon)")
@@ -98,8 +103,8 @@ class Optimizer:
         False, "muon gives every kernel the norm √outputs before each update, and its update the norm it has by itself"
     )
     rest_momentum: float = _field(0.0, "momentum of what muon leaves to sgd; 0: the same")
-    epsilon: float = _field(0.0, "added to denominators (lars, adamw)")
-    second_moment: float = _field(0.999, "adamw's second moment's decay")
+    epsilon: float = _field(0.0, "added to denominators (lars, adamw, rmsprop); 0: none, 1e-8, 1e-3")
+    second_moment: float = _field(0.999, "decay of the second moment of adamw and rmsprop")
     skip: tuple[str, ...] = _field(("bias", "scale"), "parameters without weight decay and trust ratio, by last name")
     clip_norm: float = _field(0.0, "gradients are scaled down to this global norm; 0: never")
     average: float = _field(0.0, "decay of the weight average that evaluation uses; 0: no average")
@@ -115,6 +120,7 @@ class Schedule:
     stem_epochs: float = _field(
         0.0, "epochs in which the first layer goes through the whole schedule, to stay at its end; 0: all of them"
     )
+    layer_decay: float = _field(1.0, "learning rate of a layer as a share of the next layer's; 1: all the same")
     scale_batch: int = _field(0, "linear scaling rule: peak is for this batch size; 0: peak is taken as it is")
     warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
     decay: Literal["polynomial", "cosine", "step", "constant"] = _field("polynomial", "shape after warm-up")
@@ -139,6 +145,8 @@ class Augment:
     randaugment: int = _field(0, "RandAugment operations per image; 0: none")
     magnitude: float = _field(9.0, "strength of RandAugment, 0 to 30")
     mixup: float = _field(0.0, "alpha of mixup between positions 2k and 2k+1; 0: none")
+    cutmix: float = _field(0.0, "alpha of CutMix between positions 2k and 2k+1; 0: none")
+    cutmix_chance: float = _field(0.5, "chance of a pair to get CutMix instead of mixup, where both are on")
     erase: float = _field(0.0, "chance that a random rectangle is erased")
     brightness: float = _field(0.0, "largest shift of all normalized pixels of an image; 0: none")
     contrast: float = _field(0.0, "largest deviation from 1 of the factor that they are then multiplied by; 0: none")
@@ -152,6 +160,10 @@ class Train:
     epochs: float = _field(10.0, "passes over the training images")
     seed: int = _field(0, "of everything random")
     eval_epochs: float = _field(1.0, "epochs between evaluations")
+    loss: Literal["softmax", "binary"] = _field(
+        "softmax", "cross-entropy by softmax; or the mean over classes of binary cross-entropies"
+    )
+    class_weights: tuple[float, ...] = _field((), "factors of the classes' terms of the loss; none: all 1")
     stats_momentum: float = _field(0.9, "decay of the running batch-norm statistics, per update")
     bad_updates: int = _field(
         10, "consecutive non-finite updates before the run rolls back and skips their batches; 0: never"

@@ -20,6 +20,7 @@ from podscale.recipe import Recipe
 # Bytes alive at the peak per byte of convolution output: the output itself and its normalized copy, kept for the
 # backward pass, and the gradients in flight.
 BYTES_PER_OUTPUT_BYTE = 2.2
+REMAT_PRIMITIVES = ("checkpoint", "remat", "remat2")
 
 
 def estimate_memory(
@@ -47,9 +48,18 @@ def _count_output_bytes(recipe: Recipe, net: FunctionalModel, params: Tree, stat
     size = recipe.data.image_size
     image = jax.ShapeDtypeStruct((1, size, size, 3), recipe.model.precision)
     traced = jax.make_jaxpr(lambda p, s, x: net.train(p, s, x, Groups()))(params, stats, image)
+    # A layer that is computed again keeps its output alone, and what is inside the largest of them once.
+    layers = [e for e in iterate_equations(traced.jaxpr) if e.primitive.name in REMAT_PRIMITIVES]
+    inside = [_count_product_bytes(layer.params["jaxpr"]) for layer in layers]
+    outputs = _count_bytes([out.aval for layer in layers for out in layer.outvars])
+    return _count_product_bytes(traced.jaxpr) - sum(inside) + outputs + max(inside, default=0)
+
+
+def _count_product_bytes(jaxpr: Any) -> int:
+    """Count the bytes that all convolutions and matrix products of a program write."""
     return sum(
         _count_bytes([out.aval for out in equation.outvars])
-        for equation in iterate_equations(traced.jaxpr)
+        for equation in iterate_equations(jaxpr)
         if equation.primitive.name in ("conv_general_dilated", "dot_general")
     )
 

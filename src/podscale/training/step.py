@@ -28,6 +28,7 @@ from podscale.pod import ALL_AXES, BATCH_AXES, make_batch_sharding
 from podscale.recipe import Recipe
 from podscale.training import views
 from podscale.training.device_input import augment
+from podscale.training.losses import compute_losses
 
 # What XLA puts into CUDA graphs: its default, and convolutions and loops.
 GRAPHED_OPERATIONS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION,CONDITIONAL,WHILE"
@@ -280,8 +281,9 @@ class TrainStep:
         inputs, targets = augment.prepare_batch(
             recipe, images, labels, state.step, positions, plan.counts.classes, seed
         )
-        logits, moments = self.net.train(params, state.stats, inputs, plan.groups)
-        losses = optax.softmax_cross_entropy(logits, targets.astype(logits.dtype))
+        keys = augment.make_layer_keys(recipe, state.step, positions, seed) if self.net.is_random else None
+        logits, moments = self.net.train(params, state.stats, inputs, plan.groups, keys)
+        losses = compute_losses(recipe.train, logits, targets)
         correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)
         loss, share = losses.sum() / recipe.batch.size, 1 / (plan.micro_batches * plan.pod.size)
         return loss, (jax.tree.map(lambda m: m * share, moments), {"loss": loss, "correct": correct})

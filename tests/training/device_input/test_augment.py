@@ -57,6 +57,38 @@ def test_mixup_blends_neighbors_and_their_targets_by_the_same_share(batch):
     assert not np.allclose(mixed, original)
 
 
+def measure_boxes(original, mixed):
+    """Return, for each image, the share of its pixels that are its own; assert that the partner's form a box."""
+    partners, shares = np.asarray(original)[np.arange(len(original)) ^ 1], []
+    for own, partner, result in zip(np.asarray(original), partners, np.asarray(mixed), strict=True):
+        taken = (result == partner).all(-1) & ~(own == partner).all(-1)
+        np.testing.assert_array_equal(result[~taken], own[~taken])
+        rows, columns = taken.any(1), taken.any(0)
+        assert taken.sum() == rows.sum() * columns.sum()
+        shares.append(1 - taken.mean())
+    return np.array(shares)
+
+
+def test_cutmix_exchanges_a_box_and_mixes_targets_by_its_area(batch):
+    original, targets = prepare_batch(make_recipe(), batch)
+    mixed, blended = prepare_batch(make_recipe(cutmix=1.0), batch)
+    shares = measure_boxes(original, mixed)
+    assert len(np.unique(shares)) > 3
+    np.testing.assert_array_equal(shares[0::2], shares[1::2])
+    partners = np.asarray(targets)[np.arange(N) ^ 1]
+    np.testing.assert_allclose(blended, shares[:, None] * targets + (1 - shares[:, None]) * partners, atol=1e-6)
+
+
+def test_with_mixup_and_cutmix_every_pair_gets_one_of_them(batch):
+    both = prepare_batch(make_recipe(mixup=0.8, cutmix=1.0), batch)
+    alone = [prepare_batch(make_recipe(**{name: alpha}), batch) for name, alpha in (("mixup", 0.8), ("cutmix", 1.0))]
+    chosen = [[np.allclose(both[0][i], images[i], atol=1e-5) for images, _ in alone] for i in range(0, N, 2)]
+    assert all(any(flags) for flags in chosen)
+    assert {flags.index(True) for flags in chosen} == {0, 1}
+    always = prepare_batch(make_recipe(mixup=0.8, cutmix=1.0, cutmix_chance=1.0), batch)
+    np.testing.assert_array_equal(always[0], alone[1][0])
+
+
 def test_erasing_clears_one_rectangle_with_the_recipes_probability(batch):
     original, _ = prepare_batch(make_recipe(), batch)
     erased, _ = prepare_batch(make_recipe(erase=1.0), batch)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from podscale.recipe import Augment, Recipe
 
-COLOR = 3  # folded into the key of a step's colors; mixing and erasing fold 1 and 2 into the key of a position
+COLOR = 3  # folded into the key of a step's colors
+MIX, ERASE, LAYERS, SWITCH, BOX = 1, 2, 4, 5, 6  # folded into the key of a position
 
 
 def prepare_batch(
@@ -28,11 +29,11 @@ def prepare_batch(
     key_seed = recipe.train.seed if seed is None else seed
     images = normalize(recipe, images, _draw_colors(recipe, key_seed, step, positions))
     targets = smooth_labels(labels, classes, recipe.augment.label_smoothing)
-    if recipe.augment.mixup or recipe.augment.erase:
+    if recipe.augment.mixup or recipe.augment.cutmix or recipe.augment.erase:
         keys = make_position_keys(key_seed, step, positions)
         if recipe.augment.erase:
             images = jax.vmap(_erase, in_axes=(0, 0, None))(keys, images, recipe.augment.erase)
-        if recipe.augment.mixup:
+        if recipe.augment.mixup or recipe.augment.cutmix:
             images, targets = _mix(keys, images, targets, recipe.augment)
     return images, targets
 
@@ -99,23 +100,59 @@ def make_position_keys(seed: int | jax.Array, step: jax.Array, positions: jax.Ar
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(at_step, positions)
 
 
-def _mix(keys: jax.Array, images: jax.Array, targets: jax.Array, augment: Augment) -> tuple[jax.Array, jax.Array]:
-    """Apply mixup (Zhang et al. 2018) within pairs: both get the same share, from the even position's key."""
-    draw = jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, 1), augment.mixup, augment.mixup))
-    share = jnp.repeat(draw(keys[0::2]), 2)
+def make_layer_keys(recipe: Recipe, step: jax.Array, positions: jax.Array, seed: jax.Array | None = None) -> jax.Array:
+    """Return one random key per position for the random layers of a model."""
+    keys = make_position_keys(recipe.train.seed if seed is None else seed, step, positions)
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, LAYERS)
 
-    def blend(values: jax.Array) -> jax.Array:
+
+def _mix(keys: jax.Array, images: jax.Array, targets: jax.Array, augment: Augment) -> tuple[jax.Array, jax.Array]:
+    """Apply mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) within pairs, both by the even position's key.
+
+    Where both are on, a pair gets one of them, as in timm. Both images of a pair get the same share of their own.
+    """
+    keys, height, width = keys[0::2], *images.shape[1:3]
+
+    def draw_share(alpha: float) -> jax.Array:
+        return jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, MIX), alpha, alpha))(keys)
+
+    share = draw_share(augment.mixup) if augment.mixup else jnp.ones(len(keys))
+    pixel_share = share
+    if augment.cutmix:
+        inside = jax.vmap(_draw_box, in_axes=(0, 0, None, None))(keys, draw_share(augment.cutmix), height, width)
+        coin = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, SWITCH)))(keys)
+        cuts = coin < augment.cutmix_chance if augment.mixup else jnp.ones(len(keys), bool)
+        pixel_share = jnp.where(cuts[:, None, None], 1.0 - inside, share[:, None, None])
+        share = jnp.where(cuts, 1 - inside.mean(axis=(1, 2)), share)
+
+    def blend(values: jax.Array, weight: jax.Array) -> jax.Array:
         partners = values.reshape(-1, 2, *values.shape[1:])[:, ::-1].reshape(values.shape)
-        weight = share.reshape(-1, *[1] * (values.ndim - 1)).astype(values.dtype)
+        weight = jnp.repeat(weight, 2, axis=0)
+        weight = weight.reshape(*weight.shape, *[1] * (values.ndim - weight.ndim)).astype(values.dtype)
         return weight * values + (1 - weight) * partners
 
-    return blend(images), blend(targets)
+    return blend(images, pixel_share), blend(targets, share)
+
+
+def _draw_box(key: jax.Array, share: jax.Array, height: int, width: int) -> jax.Array:
+    """Return which pixels come from the partner, bool [height, width]: a box around a random place, cut at the border.
+
+    Its area would be 1 - share of the image if nothing were cut off (Yun et al. 2019, arXiv 1905.04899, equation 2).
+    """
+    side = jnp.sqrt(1 - share)
+    y, x = jnp.floor(jax.random.uniform(jax.random.fold_in(key, BOX), (2,)) * jnp.array([height, width]))
+
+    def cover(center: jax.Array, length: int) -> jax.Array:
+        half, places = jnp.floor(length * side) // 2, jnp.arange(length)
+        return (places >= center - half) & (places < center + half)
+
+    return cover(y, height)[:, None] & cover(x, width)[None]
 
 
 def _erase(key: jax.Array, image: jax.Array, chance: float) -> jax.Array:
     """Apply random erasing (Zhong et al. 2017): a rectangle of 2 to 33 % of the area becomes 0, the mean color."""
     height, width, _ = image.shape
-    area, aspect, top, left, coin = jax.random.uniform(jax.random.fold_in(key, 2), (5,))
+    area, aspect, top, left, coin = jax.random.uniform(jax.random.fold_in(key, ERASE), (5,))
     area, aspect = (0.02 + 0.31 * area) * height * width, jnp.exp((2 * aspect - 1) * jnp.log(1 / 0.3))
     h, w = jnp.minimum(jnp.sqrt(area * aspect), height), jnp.minimum(jnp.sqrt(area / aspect), width)
     y, x = jnp.arange(height)[:, None] - top * (height - h), jnp.arange(width)[None] - left * (width - w)
