@@ -17,11 +17,10 @@ Parameters whose last name is in `optimizer.skip` (biases and batch-norm scales)
 ratio: they have the plain learning rate, with momentum.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, PyTree
 
 from podscale.optim.norms import Norms
 from podscale.optim.parameter_groups import make_mask, mask_skipped
@@ -55,7 +54,7 @@ def make_lars(settings: Optimizer, learning_rate: optax.ScalarOrSchedule, norms:
 def _scale_gradient_by_trust(settings: Optimizer, norms: Norms) -> optax.GradientTransformation:
     """Replace g by trust·(g + βw)."""
 
-    def update(gradients: Any, params: Any) -> Any:
+    def update(gradients: PyTree, params: PyTree) -> PyTree:
         def scale(adapt: bool, g: jax.Array, w: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
             if not adapt:
                 return g
@@ -73,7 +72,7 @@ def _scale_momentum_by_trust(settings: Optimizer, norms: Norms) -> optax.Gradien
     """Replace g by trust·m, with m ← μm + g; the trust ratio is that of g."""
     momentum = optax.trace(settings.momentum)
 
-    def update(gradients: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+    def update(gradients: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
         def scale(adapt: bool, m: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
             return m * _compute_trust(settings, g_norm, w_norm).astype(m.dtype) if adapt else m
 
@@ -83,7 +82,7 @@ def _scale_momentum_by_trust(settings: Optimizer, norms: Norms) -> optax.Gradien
     return optax.GradientTransformation(momentum.init, update)
 
 
-def _compute_trust(settings: Optimizer, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+def _compute_trust(settings: Optimizer, g_norm: Float[Array, ""], w_norm: Float[Array, ""]) -> Float[Array, ""]:
     """Return the trust ratio of `mlperf` and `scaled`; 1 where a norm is 0, or the parameter would never move."""
     is_zero = (g_norm == 0) | (w_norm == 0)
     denominator = jnp.where(is_zero, 1, g_norm + settings.weight_decay * w_norm + settings.epsilon)
@@ -96,7 +95,7 @@ def _compute_trust(settings: Optimizer, g_norm: jax.Array, w_norm: jax.Array) ->
 def _scale_update_by_trust(settings: Optimizer, norms: Norms) -> optax.GradientTransformation:
     """Replace u by trust·u, with trust = η‖w‖/(‖u‖ + ε)."""
 
-    def update(updates: Any, params: Any) -> Any:
+    def update(updates: PyTree, params: PyTree) -> PyTree:
         def scale(u: jax.Array, u_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
             is_zero = (u_norm == 0) | (w_norm == 0)
             trust = settings.trust * w_norm / jnp.where(is_zero, 1, u_norm + settings.epsilon)

@@ -19,11 +19,11 @@ shape (optax). Both have the same state, so that checkpoints of either are the s
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from podscale.optim.newton_schulz import can_orthogonalize_jointly, orthogonalize_jointly
 from podscale.optim.norms import compute_norm, compute_norm_unflattened
@@ -57,7 +57,7 @@ def make_fallback(settings: Optimizer, learning_rate: optax.ScalarOrSchedule) ->
     return make_sgd(replace(settings, momentum=settings.rest_momentum or settings.momentum), learning_rate)
 
 
-def _label_convolutions(params: Any) -> Any:
+def _label_convolutions(params: PyTree) -> PyTree:
     return jax.tree.map(lambda w: w.ndim == 4, params)
 
 
@@ -76,7 +76,7 @@ def _scale_by_muon(settings: Optimizer, precision: str) -> optax.GradientTransfo
         weight_dimension_numbers=_describe_as_matrices,
     )
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(gradients: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         shapes = [leaf.shape for leaf in jax.tree.leaves(gradients)]
         if can_orthogonalize_jointly(shapes, precision):
             momentum, state = _update_momentum(settings, _stack_by_shape(gradients), state)
@@ -88,7 +88,7 @@ def _scale_by_muon(settings: Optimizer, precision: str) -> optax.GradientTransfo
     return optax.GradientTransformation(lambda params: rule.init(_stack_by_shape(params)), update)
 
 
-def _update_momentum(settings: Optimizer, gradients: Any, state: Any) -> tuple[Any, Any]:
+def _update_momentum(settings: Optimizer, gradients: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Return the momentum to move along, and the new state: what optax's Muon computes before it orthogonalizes."""
     beta, count = settings.momentum, optax.safe_increment(state.count)
     mean = optax.tree.update_moment(gradients, state.mu, beta, 1)
@@ -100,12 +100,12 @@ def _update_momentum(settings: Optimizer, gradients: Any, state: Any) -> tuple[A
     return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now), state
 
 
-def _describe_as_matrices(params: Any) -> Any:
+def _describe_as_matrices(params: PyTree) -> PyTree:
     """Describe stacks [kernel, height, width, inputs, outputs] as matrices [height·width·inputs, outputs]."""
     return jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers((1, 2, 3), 4), params)
 
 
-def _stack_by_shape(tree: Any) -> dict[str, jax.Array]:
+def _stack_by_shape(tree: PyTree) -> dict[str, jax.Array]:
     """Return one stack of arrays per shape: several small matrices at once keep a GPU busier."""
     by_shape: dict[str, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
@@ -113,7 +113,7 @@ def _stack_by_shape(tree: Any) -> dict[str, jax.Array]:
     return {name: jnp.stack(leaves) for name, leaves in by_shape.items()}
 
 
-def _unstack(stacks: dict[str, jax.Array], like: Any) -> Any:
+def _unstack(stacks: dict[str, jax.Array], like: PyTree) -> PyTree:
     """Return the arrays of stacks as a tree like the one that `_stack_by_shape` stacked."""
     rows = {name: iter(arrays) for name, arrays in stacks.items()}
     return jax.tree.map(lambda leaf: next(rows[_format_shape(leaf)]), like)
@@ -130,7 +130,7 @@ def _format_shape(array: jax.Array) -> str:
 def _scale_to_weight_norm(settings: Optimizer) -> optax.GradientTransformation:
     """Replace u by η‖w‖/‖u‖·u."""
 
-    def update(updates: Any, params: Any) -> Any:
+    def update(updates: PyTree, params: PyTree) -> PyTree:
         def scale(u: jax.Array, w: jax.Array) -> jax.Array:
             return u * (settings.trust * compute_norm(w) / jnp.maximum(compute_norm(u), 1e-12)).astype(u.dtype)
 
@@ -142,7 +142,7 @@ def _scale_to_weight_norm(settings: Optimizer) -> optax.GradientTransformation:
 def _renormalize() -> optax.GradientTransformation:
     """Replace u by the update that leads from w to √outputs/‖w‖·w + u."""
 
-    def update(updates: Any, params: Any) -> Any:
+    def update(updates: PyTree, params: PyTree) -> PyTree:
         def add_correction(u: jax.Array, w: jax.Array) -> jax.Array:
             return u + w * (math.sqrt(w.shape[-1]) / jnp.maximum(compute_norm_unflattened(w), 1e-12) - 1).astype(
                 w.dtype

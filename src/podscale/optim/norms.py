@@ -5,27 +5,27 @@ Optimizers take a function `Norms` for the norms of whole arrays. Where a device
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, PyTree
 
-Norms = Callable[[Any], Any]  # a tree of arrays -> the tree of their norms
+Norms = Callable[[PyTree], PyTree]  # a tree of arrays -> the tree of their norms
 
 
-def compute_norm(x: jax.Array) -> jax.Array:
+def compute_norm(x: Float[Array, "..."]) -> Float[Array, ""]:
     """Return the Euclidean norm of an array, in float32 or wider."""
     return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())
 
 
-def compute_norm_unflattened(x: jax.Array) -> jax.Array:
+def compute_norm_unflattened(x: Float[Array, "..."]) -> Float[Array, ""]:
     """Return the same without flattening the array, for which a GPU may have to reorder a kernel in memory."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.sqrt(jnp.sum(wide * wide))
 
 
-def compute_norms(tree: Any) -> Any:
+def compute_norms(tree: PyTree) -> PyTree:
     """Return the norm of every array of a tree.
 
     Squares are summed over all axes but the last, and what is left of all arrays together. On a GPU that is one kernel
@@ -50,12 +50,12 @@ def _sum_squares(x: jax.Array) -> jax.Array:
     return jnp.square(wide).sum(axis=tuple(range(wide.ndim - 1)))
 
 
-def compute_global_norm(tree: Any, norms: Norms = compute_norms) -> jax.Array:
+def compute_global_norm(tree: PyTree, norms: Norms = compute_norms) -> Float[Array, ""]:
     """Return the norm of all arrays of a tree together."""
     return jnp.linalg.norm(jnp.stack(jax.tree.leaves(norms(tree))))
 
 
-def compute_joined_global_norm(tree: Any) -> jax.Array:
+def compute_joined_global_norm(tree: PyTree) -> Float[Array, ""]:
     """Return the norm of all arrays of a tree together, for whole arrays.
 
     Small arrays are joined first, which saves a GPU a hundred tiny kernels.
@@ -72,7 +72,7 @@ def clip_by_global_norm(max_norm: float, norms: Norms) -> optax.GradientTransfor
         Pascanu et al. 2012, arXiv 1211.5063.
     """
 
-    def update(gradients: Any, params: Any) -> Any:
+    def update(gradients: PyTree, params: PyTree) -> PyTree:
         scale = max_norm / jnp.maximum(compute_global_norm(gradients, norms), max_norm)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 

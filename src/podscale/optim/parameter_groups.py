@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
+from jaxtyping import PyTree
 
 from podscale.errors import UserError
 from podscale.recipe import Optimizer, Recipe
@@ -60,7 +61,7 @@ def count_stem_updates(recipe: Recipe, steps: int) -> int:
     return min(steps, math.ceil(steps * settings.stem_epochs / recipe.train.epochs))
 
 
-def label_groups(settings: Optimizer, groups: set[str], stem: str, head: str, params: Any) -> Any:
+def label_groups(settings: Optimizer, groups: set[str], stem: str, head: str, params: PyTree) -> PyTree:
     """Return a tree like `params` that holds the group of each parameter, one of `groups`."""
 
     def label(path: tuple[Any, ...], _: Any) -> str:
@@ -85,12 +86,12 @@ def _compress_rate(rate: optax.ScalarOrSchedule, factor: float) -> optax.ScalarO
 # --- weight decay and trust ratio ------------------------------------------------------------------------------------
 
 
-def make_mask(settings: Optimizer) -> Callable[[Any], Any]:
+def make_mask(settings: Optimizer) -> Callable[[PyTree], PyTree]:
     """Return `mask_skipped` for `settings.skip`, in the form that optax takes masks."""
     return lambda params: mask_skipped(params, settings.skip)
 
 
-def mask_skipped(params: Any, skip: tuple[str, ...]) -> Any:
+def mask_skipped(params: PyTree, skip: tuple[str, ...]) -> PyTree:
     """Return a tree like `params`: False where the parameter's last name is in `skip`, else True.
 
     >>> mask_skipped({"conv": {"kernel": 1.0, "bias": 2.0}}, skip=("bias", "scale"))

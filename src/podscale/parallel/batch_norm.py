@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, PyTree
 
 from podscale.errors import UserError
 
@@ -137,7 +138,7 @@ class BatchNorm(nnx.Module):
         return jnp.ones_like(self.bias[...]) if self.scale is None else self.scale[...]
 
 
-def update_running_statistics(stats: Any, moments: Any, momentum: float) -> Any:
+def update_running_statistics(stats: PyTree, moments: PyTree, momentum: float) -> PyTree:
     """Move running statistics towards the pod's mean moments.
 
     Args:
@@ -249,7 +250,7 @@ def _apply_affine(
 # --- groups and tiles ------------------------------------------------------------------------------------------------
 
 
-def sum_over_tile(sums: jax.Array, groups: Groups) -> jax.Array:
+def sum_over_tile(sums: Float[Array, "*sums"], groups: Groups) -> Float[Array, "*sums"]:
     """Sum over all devices that hold images of a group."""
     outer = tuple(axis for axis in groups.axes if axis not in groups.inner)
     for axes in (groups.inner, outer):
@@ -257,7 +258,9 @@ def sum_over_tile(sums: jax.Array, groups: Groups) -> jax.Array:
     return sums
 
 
-def _split_groups(x: jax.Array, groups: Groups) -> jax.Array:
+def _split_groups(
+    x: Float[Array, "images *places channels"], groups: Groups
+) -> Float[Array, "groups group_images all_places channels"]:
     """[images, ..., channels] -> [groups, images of a group, places, channels]"""
     images = groups.images or x.shape[0]
     return x.reshape(x.shape[0] // images, images, -1, x.shape[-1])
@@ -271,7 +274,9 @@ def _sum_groups(values: jax.Array) -> jax.Array:
     return values.sum(axis=2, keepdims=True).sum(axis=1, keepdims=True)
 
 
-def _sum_groups_jointly(first: jax.Array, second: jax.Array) -> jax.Array:
+def _sum_groups_jointly(
+    first: Float[Array, "groups images places channels"], second: Float[Array, "groups images places channels"]
+) -> Float[Array, "2 groups 1 1 channels"]:
     """Return the group sums of two arrays, stacked, by one reduction over complex numbers.
 
     XLA fuses into a reduction what it reads. With two reductions it would compute what both read twice, or store it.

@@ -7,13 +7,13 @@ alone. Multiplication by an odd factor is invertible, so a word that differs in 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from podscale.pod import ALL_AXES
 
@@ -21,7 +21,7 @@ MULTIPLIER = 0x9E3779B1  # 2**32 over the golden ratio: the factors of neighbors
 
 
 @jax.jit
-def checksum_arrays(tree: Any) -> jax.Array:
+def checksum_arrays(tree: PyTree) -> jax.Array:
     """Return the checksum of every array of a tree, uint32 [arrays], in the order of the tree's leaves.
 
     >>> a, b = jnp.arange(6.0), jnp.arange(6.0).at[3].set(3.0000002)
@@ -32,7 +32,7 @@ def checksum_arrays(tree: Any) -> jax.Array:
     return jnp.stack([_checksum_array(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def make_replica_checksum(mesh: Mesh) -> Callable[[Any], jax.Array]:
+def make_replica_checksum(mesh: Mesh) -> Callable[[PyTree], jax.Array]:
     """Return a function of replicated arrays that checksums the copy of each device: [devices of the mesh, arrays].
 
     Every process gets the checksums of all devices, so that it sees whether its own copy is the one that differs.

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int, Num
 
 from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, Path, Route
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
@@ -53,14 +55,14 @@ class Ring:
         """Devices on a cycle."""
         return len(self.cycles[0])
 
-    def locate_device(self) -> jax.Array:
+    def locate_device(self) -> Int[Array, ""]:
         """Return the position of this device on its cycle."""
         cycles = np.array(self.cycles)
         positions = np.empty(cycles.size, np.int32)
         positions[cycles] = np.arange(self.size)
         return jnp.asarray(positions)[lax.axis_index(ALL_AXES)]
 
-    def hop(self, x: jax.Array, wire: Any) -> jax.Array:
+    def hop(self, x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
         """Send `x` to the next device of the cycle as dtype `wire`, and return what the previous device sent."""
         links = [link for cycle in self.cycles for link in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
         return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
@@ -87,7 +89,9 @@ def lay_rings(paths: Sequence[Path], cores: int) -> list[tuple[Ring, ...]]:
 # --- one stage: all paths once round a ring each -------------------------------------------------------------------
 
 
-def reduce_scatter(rings: Sequence[Ring], xs: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
+def reduce_scatter(
+    rings: Sequence[Ring], xs: Sequence[Num[Array, " _n"]], wire: DTypeLike
+) -> list[Num[Array, " _chunk"]]:
     """Sum each x over its ring; the device at position p keeps the p-th of `ring.size` even chunks.
 
     Chunk p starts one position after p, and every device that it passes adds its own part: chunks travel as dtype
@@ -96,23 +100,25 @@ def reduce_scatter(rings: Sequence[Ring], xs: Sequence[jax.Array], wire: Any) ->
     positions = [ring.locate_device() for ring in rings]
     chunks = [x.reshape(ring.size, -1) for ring, x in zip(rings, xs, strict=True)]
 
-    def select_chunk(path: int, behind: Any) -> jax.Array:
+    def select_chunk(path: int, behind: int | Array) -> jax.Array:
         return lax.dynamic_index_in_dim(chunks[path], (positions[path] - behind) % rings[path].size, keepdims=False)
 
-    def step(path: int, i: Any, partial_sum: jax.Array) -> jax.Array:
+    def step(path: int, i: int | Array, partial_sum: jax.Array) -> jax.Array:
         return rings[path].hop(partial_sum, wire) + select_chunk(path, i + 2)
 
     return _hop_together(rings, step, [select_chunk(path, 1) for path in range(len(rings))])
 
 
-def all_gather(rings: Sequence[Ring], chunks: Sequence[jax.Array], wire: Any) -> list[jax.Array]:
+def all_gather(
+    rings: Sequence[Ring], chunks: Sequence[Num[Array, " _chunk"]], wire: DTypeLike
+) -> list[Num[Array, " _n"]]:
     """Return the chunks of all devices of each ring, concatenated in the order of their positions."""
     positions = [ring.locate_device() for ring in rings]
 
-    def insert(path: int, whole: jax.Array, chunk: jax.Array, behind: Any) -> jax.Array:
+    def insert(path: int, whole: jax.Array, chunk: jax.Array, behind: int | Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(whole, chunk, (positions[path] - behind) % rings[path].size, 0)
 
-    def step(path: int, i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(path: int, i: int | Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         chunk = rings[path].hop(carry[1], wire)
         return insert(path, carry[0], chunk, i + 1), chunk
 
@@ -127,7 +133,7 @@ def _hop_together(rings: Sequence[Ring], step: Callable[[int, Any, Any], Any], c
     Loops of a program run one after the other: paths that are to use their links at the same time must share one.
     """
 
-    def advance(paths: Sequence[int], i: Any, carries: list[Any]) -> list[Any]:
+    def advance(paths: Sequence[int], i: int | Array, carries: list[Any]) -> list[Any]:
         return [step(path, i, carry) if path in paths else carry for path, carry in enumerate(carries)]
 
     first = 0
@@ -145,7 +151,7 @@ def _hop_together(rings: Sequence[Ring], step: Callable[[int, Any, Any], Any], c
 # --- all-reduce ----------------------------------------------------------------------------------------------------
 
 
-def all_reduce(paths: Sequence[Path], x: jax.Array, wire: Any) -> jax.Array:
+def all_reduce(paths: Sequence[Path], x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
     """Sum `x` over all devices, with an even part of it along each path.
 
     Args:
@@ -188,7 +194,7 @@ def _synchronize_cores(parts: Sequence[jax.Array]) -> list[jax.Array]:
     return [lax.bitcast_convert_type(b + zero.astype(b.dtype), part.dtype) for b, part in zip(bits, parts, strict=True)]
 
 
-def _round_to(x: jax.Array, wire: Any) -> jax.Array:
+def _round_to(x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
     """Round `x` to the values it will have on arrival.
 
     Not a cast there and back: the compiler may take such a pair for the identity.
@@ -211,7 +217,7 @@ def _compute_padding(size: int, chunks: int) -> int:
 # --- the two halves of an all-reduce, for sharded updates ------------------------------------------------------------
 
 
-def scatter_sum(x: jax.Array, payload: str = "float32") -> jax.Array:
+def scatter_sum(x: Num[Array, "devices n"], payload: str = "float32") -> Num[Array, " padded"]:
     """Return one row of the sum of x over the pod on each device.
 
     Args:
@@ -230,7 +236,7 @@ def scatter_sum(x: jax.Array, payload: str = "float32") -> jax.Array:
     return part
 
 
-def gather_parts(part: jax.Array) -> jax.Array:
+def gather_parts(part: Num[Array, " n"]) -> Num[Array, "devices n"]:
     """Return the parts of all devices as [devices, n], by core, column and row."""
     devices, size = lax.axis_size(ALL_AXES), part.size
     whole = jnp.pad(part, (0, _compute_padding(size * devices, devices) // devices))

@@ -11,7 +11,7 @@ The plan, the loader and the step know the contract `Input` alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class ImageBytes(NamedTuple):
     resident: int
 
 
+@runtime_checkable
 class HostBatch(Protocol):
     """What a kind of input may ask of the loader, for one call; missing steps at its end are zeros."""
 
@@ -50,6 +51,7 @@ class HostBatch(Protocol):
         """Return which crops of which samples, int32 [..., PICK_NUMBERS], and labels, on the devices."""
 
 
+@runtime_checkable
 class Input(Protocol):
     """A kind of input. A call takes a batch from the host, and `residents`, arrays that stay on the devices."""
 

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 from numpy.typing import NDArray
 
 from podscale.errors import UserError
 
 
-def replicate(tree: Any, mesh: Mesh) -> Any:
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     """Place host arrays that every process holds on all devices of the mesh.
 
     Checksums show whether the processes hold the same arrays. `jax.device_put` would send the arrays of every process

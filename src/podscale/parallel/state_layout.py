@@ -71,7 +71,7 @@ class StateLayout:
     def describe(self, state: PyTree) -> PyTree:
         """Return shapes, dtypes and shardings of a state on the devices."""
 
-        def describe(_: Array, whole: Abstract, sharding: NamedSharding) -> Abstract:
+        def describe(_: Array | Abstract, whole: Abstract, sharding: NamedSharding) -> Abstract:
             count = self._count_parts(sharding)
             size = -(-math.prod(whole.shape) // count) * count
             return Abstract((size,), whole.dtype, sharding=sharding)

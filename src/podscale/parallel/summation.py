@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,7 @@ class Load:
     arrays: int = 0
 
 
+@runtime_checkable
 class Links(Protocol):
     """A time model of a pod's links: published (`forecast.network`) or measured (`forecast.probe`)."""
 
@@ -80,6 +81,7 @@ class Links(Protocol):
         """Return the seconds of the compiler's own sum of `size` bytes."""
 
 
+@runtime_checkable
 class Summation(Protocol):
     """A strategy of gradient summation. Methods up to `gather` run inside the step's `shard_map`.
 

@@ -7,7 +7,7 @@ it communicates with others only in batch norm (its tile) and in the summation o
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +123,7 @@ def make_train_call(
     return jax.jit(mapped, donate_argnums=0)
 
 
+@runtime_checkable
 class _Update(Protocol):
     def __call__(self, state: State, images: Array, labels: Array, *, trains_stem: bool) -> tuple[State, Metrics]: ...
 
