@@ -26,6 +26,7 @@ COMMANDS = [
     ("predict",),
     ("export",),
     ("report",),
+    ("watch",),
     ("doctor",),
     ("completion",),
     ("plan",),

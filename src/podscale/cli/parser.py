@@ -100,6 +100,7 @@ def make_parser() -> Parser:
     _add_predict(commands)
     _add_export(commands)
     _add_report(commands)
+    _add_watch(commands)
     _add_doctor(commands)
     _add_plan(commands)
     _add_rehearse(commands)
@@ -213,6 +214,14 @@ def _add_report(commands: Any) -> None:
     report.add_argument("runs", nargs="*", metavar="RUN", type=expand_path, help=text)
     text = "file for a comparison (default: comparison-NAMES.html)"
     report.add_argument("--to", default="", metavar="FILE.html", type=expand_path, help=text)
+
+
+def _add_watch(commands: Any) -> None:
+    text, example = "serve a run's report on this machine and refresh it while the run goes on", "watch runs/mine"
+    watch = add_command(commands, "watch", report_commands.run_watch, text, example=example, arguments="[RUN]")
+    text = "the run's folder (default: the newest one under runs/)"
+    watch.add_argument("run", nargs="?", metavar="RUN", type=expand_path, help=text)
+    watch.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
 
 
 def _add_doctor(commands: Any) -> None:

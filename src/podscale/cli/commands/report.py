@@ -1,6 +1,7 @@
 """The commands `report`, `recipes` and `completion`."""
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from podscale import recipe as recipes
@@ -23,6 +24,21 @@ def run_report(arguments: argparse.Namespace) -> Result:
         path = page.write_report(runs[0])
     make_console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
     return Result({"report": str(path), "runs": [str(run.folder) for run in runs]})
+
+
+def run_watch(arguments: argparse.Namespace) -> Result:
+    """Serve a run's report until Ctrl-C."""
+    import threading
+
+    from podscale.report.watch import serve_report
+    from podscale.runs.folder import Run
+
+    run = Run.load(arguments.run) if arguments.run else Run.load_newest()
+    with serve_report(run, arguments.port) as address:
+        print(f"{run.folder}: open {address} in a browser; Ctrl-C ends", flush=True)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    return Result({"run": str(run.folder), "address": address})
 
 
 def run_recipes(arguments: argparse.Namespace) -> Result:
