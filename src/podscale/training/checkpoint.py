@@ -58,7 +58,8 @@ class LastCheckpointNotSavedError(UserError):
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file it touches, and errors that we report
 DAMAGED = "damaged"
 INVALID_METADATA = "its metadata is not valid JSON"
-DISK_REASONS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO))
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE)
+DISK_REASONS = tuple(map(os.strerror, DISK_ERRORS))
 
 
 class Checkpoints:
@@ -200,7 +201,7 @@ class Checkpoints:
             work()
             return ""
         except Exception as error:  # Orbax does not document what it raises if a process dies
-            reason = next((reason for reason in DISK_REASONS if reason.lower() in str(error).lower()), "")
+            reason = _find_disk_reason(error)
             if not reason and jax.process_count() > 1:
                 raise CollectiveFailedError(f"cannot save together: {error}") from error
             if not reason:
@@ -282,7 +283,7 @@ class Checkpoints:
                 )
 
     def __enter__(self) -> "Checkpoints":
-        self._previous_hook, sys.excepthook = sys.excepthook, _hide_late_writes(sys.excepthook)
+        self._late_writes = LateWrites()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -291,20 +292,45 @@ class Checkpoints:
                 self._attempt(work)  # callers that need to know whether it worked call `wait`
             self.record_completed()
         finally:
-            sys.excepthook = self._previous_hook
+            self._late_writes.restore()
 
 
-def _hide_late_writes(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that does not print the errors of writes that end after one of them has failed, on a full disk.
+class LateWrites:
+    """Keeps Python from printing the errors of writes that end after one of them has failed, on a full disk.
 
-    Orbax has closed its event loop by then. The failure itself is raised, and reported once.
+    Orbax has closed its event loop by then, and nobody waits for them. The failure itself is raised, and reported once.
     """
 
-    def handle(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            hook(kind, error, trace)
+    def __init__(self) -> None:
+        self._excepthook, self._unraisablehook = sys.excepthook, sys.unraisablehook
+        sys.excepthook, sys.unraisablehook = self._handle_exception, self._handle_unraisable
+        logging.getLogger("asyncio").addFilter(_is_no_disk_failure)  # it may log them when all of this is over
 
-    return handle
+    def restore(self) -> None:
+        """Let Python print everything again."""
+        sys.excepthook, sys.unraisablehook = self._excepthook, self._unraisablehook
+
+    def _handle_exception(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
+        if not _is_late_write(error):
+            self._excepthook(kind, error, trace)
+
+    def _handle_unraisable(self, unraisable: Any) -> None:
+        if not _is_late_write(unraisable.exc_value):
+            self._unraisablehook(unraisable)
+
+
+def _is_late_write(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+
+def _is_no_disk_failure(record: logging.LogRecord) -> bool:
+    """Return whether to log what asyncio reports: not an exception that nobody has waited for, if it is a disk's."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (error and _find_disk_reason(error) and "never retrieved" in record.getMessage())
+
+
+def _find_disk_reason(error: BaseException) -> str:
+    return next((reason for reason in DISK_REASONS if reason.lower() in str(error).lower()), "")
 
 
 def _get_accuracy(metrics: Any) -> float:
