@@ -6,9 +6,11 @@
 # MPI only starts the processes. Sums go through NCCL on GPUs and Gloo on CPUs, over the network that these choose.
 # After exit code 69, 70 or 75 the same command goes on from the last checkpoint; this script starts it again.
 MOST_RESTARTS=${MOST_RESTARTS:-3}
+# The processes show each other that they are of this job: see docs/launch.md.
+export PODSCALE_JOB_SECRET=${PODSCALE_JOB_SECRET:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}
 
 for ((try = 0; ; try++)); do
-    ${MPIRUN:-mpirun} --bind-to none podscale train "$@"
+    ${MPIRUN:-mpirun} --bind-to none -x PODSCALE_JOB_SECRET podscale train "$@"
     code=$?
     case $code in
         0 | 1 | 2 | 65 | 130) exit $code ;; # done; a bug; a mistake; no numbers; interrupted: the same again is no help

@@ -12,6 +12,8 @@
 #SBATCH --signal=TERM@180
 
 MOST_RESTARTS=50
+# The tasks show each other that they are of this job: see docs/launch.md.
+export PODSCALE_JOB_SECRET=${PODSCALE_JOB_SECRET:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}
 
 srun --kill-on-bad-exit=1 podscale train "$@"
 code=$?

@@ -4,6 +4,10 @@
  * handler distinguishes that abort from all others by the stack: abort() was called by jaxlib itself, not by the C
  * library that found a corrupt heap, and no Python frame lies below it. Any other abort keeps its default effect.
  *
+ * Why it aborts, jaxlib only logs. One cause is told from the others by the text of that log message, which the stack of
+ * the aborting thread points to: a second process has joined with a number that is taken. Memory is read through a pipe,
+ * because the kernel refuses to copy what is not mapped, where an ordinary read would crash.
+ *
  * Nothing in the handler takes a lock: the address ranges are looked up when it is installed.
  */
 #define _GNU_SOURCE
@@ -13,12 +17,13 @@
 
 #include <dlfcn.h>
 #include <execinfo.h>
+#include <fcntl.h>
 #include <link.h>
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { MAX_FRAMES = 64, MAX_RANGES = 128, ABORT_BYTES = 1024 };
+enum { MAX_FRAMES = 64, MAX_RANGES = 128, ABORT_BYTES = 1024, STACK_WORDS = 4096, COPY_BYTES = 16384 };
 
 typedef struct {
     uintptr_t start, stop;
@@ -29,9 +34,15 @@ typedef struct {
     int count;
 } Object;
 
-static char message[1024];
-static size_t message_length;
-static int exit_code;
+typedef struct {
+    char text[1024];
+    size_t length;
+} Message;
+
+static const char TAKEN[] = "unexpectedly tried to connect";
+static Message lost_message, taken_message;
+static int exit_code, copy_pipe[2] = {-1, -1};
+static char copied[COPY_BYTES];
 static Object jaxlib, python;
 static uintptr_t abort_address;
 
@@ -59,19 +70,56 @@ static int is_peer_lost(void) {
     return 1;
 }
 
+/* Copy up to COPY_BYTES that begin at an address, which need not be mapped; return how many there are. */
+static size_t copy_memory(uintptr_t address) {
+    ssize_t written = write(copy_pipe[1], (const void *)address, COPY_BYTES);
+    size_t count = 0;
+    while (written > 0 && count < (size_t)written) {
+        ssize_t taken = read(copy_pipe[0], copied + count, (size_t)written - count);
+        if (taken <= 0)
+            return count;
+        count += (size_t)taken;
+    }
+    return count;
+}
+
+/* Return whether memory that this thread's stack points to holds the text of a number that is taken. */
+static int is_number_taken(void) {
+    volatile uintptr_t here = 0;
+    uintptr_t start = (uintptr_t)&here, before = 0;
+    for (size_t i = 0; i < STACK_WORDS; i++) {
+        uintptr_t word;
+        if (copy_memory(start + i * sizeof word) < sizeof word)
+            return 0; /* the end of the stack */
+        memcpy(&word, copied, sizeof word);
+        if (word < 4096 || word == before || word % sizeof word || contains(&jaxlib, word))
+            continue;
+        before = word;
+        if (memmem(copied, copy_memory(word), TAKEN, sizeof TAKEN - 1))
+            return 1;
+    }
+    return 0;
+}
+
 static void handle_abort(int number) {
     if (!is_peer_lost()) {
         signal(number, SIG_DFL);
         raise(number);
         return;
     }
-    for (size_t done = 0; done < message_length;) {
-        ssize_t written = write(STDERR_FILENO, message + done, message_length - done);
+    const Message *message = copy_pipe[0] >= 0 && is_number_taken() ? &taken_message : &lost_message;
+    for (size_t done = 0; done < message->length;) {
+        ssize_t written = write(STDERR_FILENO, message->text + done, message->length - done);
         if (written <= 0)
             break;
         done += (size_t)written;
     }
     _exit(exit_code);
+}
+
+static void set_message(Message *message, const char *text, Py_ssize_t length) {
+    message->length = (size_t)length < sizeof message->text ? (size_t)length : sizeof message->text;
+    memcpy(message->text, text, message->length);
 }
 
 static void add_ranges(const struct dl_phdr_info *info, Object *object) {
@@ -97,12 +145,14 @@ static int add_object(struct dl_phdr_info *info, size_t size, void *unused) {
 
 static PyObject *install(PyObject *module, PyObject *arguments) {
     (void)module;
-    const char *text;
-    Py_ssize_t length;
-    if (!PyArg_ParseTuple(arguments, "s#i", &text, &length, &exit_code))
+    const char *lost, *taken;
+    Py_ssize_t lost_length, taken_length;
+    if (!PyArg_ParseTuple(arguments, "s#s#i", &lost, &lost_length, &taken, &taken_length, &exit_code))
         return NULL;
-    message_length = (size_t)length < sizeof message ? (size_t)length : sizeof message;
-    memcpy(message, text, message_length);
+    set_message(&lost_message, lost, lost_length);
+    set_message(&taken_message, taken, taken_length);
+    if (copy_pipe[0] < 0 && pipe2(copy_pipe, O_CLOEXEC | O_NONBLOCK))
+        copy_pipe[0] = copy_pipe[1] = -1;
 
     jaxlib.count = python.count = 0;
     dl_iterate_phdr(add_object, NULL);
@@ -119,7 +169,7 @@ static PyObject *install(PyObject *module, PyObject *arguments) {
 }
 
 static PyMethodDef methods[] = {
-    {"install", install, METH_VARARGS, "install(message, exit_code)"},
+    {"install", install, METH_VARARGS, "install(lost, taken, exit_code)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -91,7 +91,8 @@ def test_the_jobset_sets_all_variables_that_its_pods_need():
     job = replicated["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     parse_command(container["command"])
-    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert "PODSCALE_JOB_SECRET" in variables
     assert int(variables["JAX_NUM_PROCESSES"]) == job["parallelism"] == job["completions"] > 1
     assert job["completionMode"] == "Indexed"
     assert container["ports"][0]["containerPort"] == schedulers.KUBERNETES_PORT

@@ -88,3 +88,29 @@ def test_losing_process_0_gives_the_sentence_and_the_exit_code():
             member.communicate()
     assert members[1].returncode == PEER_LOST, errors[-2000:]
     assert "podscale: process 1 ends: process 0, through which all find each other, is gone" in errors
+
+
+@pytest.mark.processes(2)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_second_process_with_a_number_that_is_taken_is_the_reason(number):
+    """JAX's coordinator ends the run: it has no answer for a client that asks whether a number is taken."""
+    address = f"127.0.0.1:{find_free_port()}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": make_environment()}
+    members = [subprocess.Popen([sys.executable, "-c", MEMBER, address, str(i)], **pipes) for i in range(2)]
+    try:
+        assert [member.stdout.readline() for member in members] == ["joined\n"] * 2
+        members.append(subprocess.Popen([sys.executable, "-c", MEMBER, address, str(number)], **pipes))
+        if number == 0:  # it is refused, because it would listen where the first one does
+            _, errors = members[2].communicate(timeout=120)
+            assert "another program listens on port" in errors, errors[-2000:]
+            assert [member.poll() for member in members[:2]] == [None, None]
+            return
+        outputs = [member.communicate(timeout=120) for member in members[:2]]
+    finally:
+        for member in members:
+            member.kill()
+            member.communicate()
+    for member, (_, errors) in zip(members[:2], outputs, strict=True):
+        assert member.returncode == PEER_LOST, errors[-2000:]
+        assert "a second process has joined with a number of this run that is taken" in errors
+        assert "1 unexpectedly tried to connect" in errors

@@ -1,8 +1,10 @@
 """The process group: join and leave it, agree on values, and let the main process act for all."""
 
+import errno
 import socket
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -11,9 +13,11 @@ from jax.experimental import multihost_utils
 
 from podscale.errors import UserError, describe_os_error
 from podscale.processes import heartbeat, private_jax, schedulers
+from podscale.processes.introduction import Introduction, list_versions, read_secret
 
 MESSAGE_BYTES = 1000
 _rank_and_size = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
+_introduction: Introduction | None = None
 
 
 def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat_s: float = 60.0) -> None:
@@ -26,9 +30,10 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
         heartbeat_s: seconds without a sign of life after which a process counts as dead, and all end.
 
     Raises:
-        UserError: the arguments make no sense, or the others cannot be joined.
+        UserError: the arguments make no sense, the others cannot be joined, one of them is a stranger, or they run
+            other versions.
     """
-    global _rank_and_size  # noqa: PLW0603
+    global _rank_and_size, _introduction  # noqa: PLW0603
     info: schedulers.ProcessInfo | None
     if coordinator:
         info = schedulers.make_process_info(coordinator, processes, process)
@@ -39,6 +44,8 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
     if heartbeat_s < 1:
         raise UserError(f"pod.heartbeat_s must be 1 or more, not {heartbeat_s:g}")
     bind = info.get_bind_address()
+    if info.process == 0:
+        _check_port_free(bind or f"[::]:{info.coordinator.rpartition(':')[2]}")
     if bind:
         private_jax.listen_on(schedulers.LOOPBACK)
     try:
@@ -59,11 +66,34 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
     store = get_key_value_store()
     if store is not None:
         heartbeat.start_monitor(store, info.process, info.processes, heartbeat_s)
+        _introduction = Introduction(store, info.process, info.processes)
+        _introduction.show_token(read_secret())
+        _introduction.check_same(list_versions(), "install the same versions on all hosts")
 
 
 def get_key_value_store() -> Any:
     """Return JAX's store of keys and values, which all processes share; None where there is only one process."""
     return private_jax.get_client()
+
+
+def _check_port_free(address: str) -> None:
+    """Refuse a port that another program listens on: JAX would listen there too, and clients would find either.
+
+    Raises:
+        UserError: it is taken.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"another program listens on port {port} of this host, perhaps process 0 of another run; choose "
+                    "another port"
+                ) from None
 
 
 def _get_first_line(error: Exception) -> str:
@@ -93,6 +123,16 @@ def count_local_processes() -> int:
         return 1
     name = np.uint32(zlib.crc32(socket.gethostname().encode()))
     return int(np.sum(multihost_utils.process_allgather(name) == name))
+
+
+def check_same(values: dict[str, str], advice: str) -> None:
+    """Refuse values that are not the same in all processes; all of them must call this.
+
+    Raises:
+        UserError: in all processes; the message names the first process whose value differs.
+    """
+    if _introduction:
+        _introduction.check_same(values, advice)
 
 
 def all_agree(agrees: bool) -> bool:

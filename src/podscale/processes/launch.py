@@ -7,6 +7,7 @@ message names it. With restarts, the same command is then started again, and res
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from podscale.errors import UserError
-from podscale.processes import schedulers
+from podscale.processes import introduction, schedulers
 from podscale.storage.paths import require_local
 
 USER_ERROR, DIVERGED, PEER_LOST, PREEMPTED, INTERRUPTED = 2, 65, 69, 75, 130
@@ -135,6 +136,7 @@ class ProcessGroup:
         self, command: list[str], processes: int, gpus: list[str | None], folder: Path, signals: StopSignals
     ) -> None:
         self._folder, self._signals, self._saves = folder, signals, command[0] == "train"
+        self._environment = os.environ | {introduction.SECRET: secrets.token_hex(32)}
         join = ["--coordinator", f"{schedulers.LOOPBACK}:{_find_free_port()}", "--processes", str(processes)]
         self._members: list[subprocess.Popen[bytes]] = []
         for number in range(processes):
@@ -145,7 +147,7 @@ class ProcessGroup:
                 break
 
     def _start(self, number: int, command: list[str], gpus: str | None) -> "subprocess.Popen[bytes]":
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
+        environment = self._environment | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
         outputs: dict[str, Any] = {}
         if number:
             file: IO[bytes] = self._get_log_path(number).open("wb")

@@ -61,6 +61,8 @@ def prepare(
     data = open_index(recipe.data, progress)
     check_classes(data, recipe.data)
     start_clock.mark("index")
+    digests = {"recipe": recipe.digest(), "data": data.digest()}
+    group.check_same(digests, "give all processes the same command, and all hosts the same data")
     counts = Counts(len(data.train), len(data.val), len(data.classes))
     check_lanes(counts.train, recipe.data.lanes, recipe.batch.size)
     return resolve(recipe, pod, counts, options, model, data)
