@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-quick test-slow asan-native check docs bench clean
+.PHONY: train test test-quick test-slow chaos asan-native check docs bench clean
 
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
@@ -21,6 +21,12 @@ test: $(VENV)/.installed-dev ## the tests
 
 test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
 	$(PYTEST) -m "slow or not slow"
+
+SECONDS ?= 600
+SEED ?= 0
+
+chaos: $(VENV)/.installed-dev ## a slice of the randomized fault campaign: make chaos SECONDS=600 SEED=1
+	$(BIN)/python tests/faults/chaos.py --seconds $(SECONDS) --seed $(SEED)
 
 asan-native: $(VENV)/.installed-dev ## the native decoder under sanitizers, on 10,000 damaged JPEGs
 	$(BIN)/python tests/faults/native_asan.py

@@ -1,0 +1,154 @@
+"""A training of one or four processes that a fault campaign disturbs: its command, its processes, its progress."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from podscale import pod
+from podscale.runs.folder import Run
+from podscale.training.checkpoint import Checkpoints
+from podscale.training.setup import prepare
+
+EPOCHS, STEPS, SAVE_STEPS, SHAPES = 12, 135, 20, {1: "1x2", 4: "2x2"}
+RESTARTS, NICENESS = 20, 10
+SESSION = "--- a session starts"
+RESUMED = re.compile(r"resuming after step ([0-9,]+)")
+POLL_S = 0.02
+LIMIT_S = 300  # in which a run must have done something new, or it counts as hanging
+EARLY_END = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)  # before a process handles signals
+
+
+class TrialError(Exception):
+    """A run did not live through its faults: the sentence says how."""
+
+
+@dataclass
+class ChaosTraining:
+    """A run's folder and its command; each start of the command is a session, by hand or by the launcher."""
+
+    folder: Path
+    programs: Path  # the cache of compiled programs
+    processes: int
+    process: subprocess.Popen | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.programs.with_name(f"{self.folder.name}.txt")  # not on the run's disk, which may be full
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def start(self, max_files: int = 0) -> None:
+        """Start the command; with `max_files`, each of its processes can open only so many files."""
+        words = f"train digits --model.width 8 --train.epochs {EPOCHS} --train.eval_epochs 4 --json --run {self.folder}"
+        words += f" --pod.virtual {SHAPES[self.processes]} --plan.save_steps {SAVE_STEPS} --plan.timeout_s 40"
+        words += " --pod.heartbeat_s 30 --plan.check_steps 20"
+        if self.processes > 1:
+            words = f"launch -n {self.processes} --restarts {RESTARTS} --logs {self.log.with_suffix('.logs')} {words}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self.programs)}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        limits = ["prlimit", f"--nofile={max_files}"] if max_files else []
+        with self.log.open("a") as log:
+            print(SESSION, file=log, flush=True)
+            command = ["nice", "-n", str(NICENESS), *limits, sys.executable, "-m", "podscale", *words.split()]
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def list_members(self) -> list[int]:
+        """Return the training processes in the order of their numbers; fewer while they are being started."""
+        if self.processes == 1:
+            return [self.process.pid]
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        return [int(child) for child in children]
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def read_session(self) -> str:
+        """Return the log of the last session, by hand or by the launcher."""
+        return re.split(rf"{SESSION}|starting again", self.read_log())[-1]
+
+    def count_sessions(self) -> int:
+        return len(re.findall(rf"{SESSION}|starting again", self.read_log()))
+
+    def has_trained(self) -> bool:
+        """Return whether the last session has done an update."""
+        return re.search(r"step [0-9,]+/", self.read_session()) is not None
+
+    def find_resumed_step(self) -> int:
+        steps = RESUMED.findall(self.read_session())
+        return int(steps[-1].replace(",", "")) if steps else 0
+
+    def find_last_step(self) -> int:
+        """Return the last step in the journal."""
+        try:
+            steps = re.findall(r'"event": "train", "step": ([0-9]+)', (self.folder / "metrics.jsonl").read_text())
+        except OSError:
+            return 0
+        return int(steps[-1]) if steps else 0
+
+    def is_saving(self) -> bool:
+        return any(self.checkpoints.glob("*.orbax-checkpoint-tmp"))
+
+    def list_steps(self) -> list[int]:
+        """Return the steps of whole checkpoints."""
+        return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal())
+
+    def wait_until(self, condition, limit_s: float = LIMIT_S) -> bool:
+        """Wait for a condition; return False if the command ends first.
+
+        Raises:
+            TrialError: neither happened in time.
+        """
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if condition():
+                return True
+            if self.process.poll() is not None:
+                return condition()
+            time.sleep(POLL_S)
+        raise TrialError(f"nothing happened for {limit_s:.0f} s")
+
+    def end(self) -> None:
+        """Kill everything that is left."""
+        if self.process is None:
+            return
+        for member in [*self.list_members(), self.process.pid]:
+            send_signal(member, signal.SIGKILL)
+        self.process.wait()
+
+    def read_result(self) -> tuple[list, list]:
+        """Return every loss, and all arrays of the newest checkpoint."""
+        lines = Run.load(self.folder).metrics()
+        updates = [(line["step"], line["loss"]) for line in lines if line["event"] == "train"]
+        setup = prepare(Run.load(self.folder).recipe, pod.make_pod(jax.devices()[:1], "1x1"))
+        with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
+            state = checkpoints.restore(checkpoints.newest(), setup.state)
+        return updates, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def send_signal(process: int, number: signal.Signals) -> None:
+    """Send a signal to a process, which may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process is gone, or waits for its parent to ask for its exit code."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
