@@ -28,6 +28,9 @@ def read_options(arguments: argparse.Namespace) -> Options:
 
 def read_pod(arguments: argparse.Namespace) -> Any:
     """Join the other processes, if there are any, and return the pod (`--pod.*`)."""
+    from podscale.processes import host
+
+    host.require_descriptors()  # before JAX is imported, which needs some itself
     from podscale import pod
     from podscale.processes import abort_message, group
     from podscale.runs.startup import clock

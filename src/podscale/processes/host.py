@@ -2,8 +2,13 @@
 
 import os
 import platform
+import resource
 from contextlib import suppress
 from pathlib import Path
+
+from podscale.errors import UserError
+
+MIN_DESCRIPTORS = 256  # files that a training has open at once, with some to spare
 
 
 def read_processor_name() -> str:
@@ -27,6 +32,25 @@ def measure_usable_memory() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(total, int(text)) if text.isdecimal() else total
+
+
+def require_descriptors(least: int = MIN_DESCRIPTORS) -> None:
+    """Make sure that this process can open enough files: Python, JAX and Orbax fail in many ways without.
+
+    Args:
+        least: how many it needs.
+
+    Raises:
+        UserError: its limit is lower, and it may not raise it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= least:
+        return
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise UserError(
+            f"this process may open {hard} files only, and needs {least}; raise its limit, as `ulimit -n 4096` does"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
 
 
 def measure_run_delay() -> float:
