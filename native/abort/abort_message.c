@@ -4,7 +4,7 @@
  * handler distinguishes that abort from all others by the stack: abort() was called by jaxlib itself, not by the C
  * library that found a corrupt heap, and no Python frame lies below it. Any other abort keeps its default effect.
  *
- * Why it aborts, jaxlib only logs. One cause is told from the others by the text of that log message, which the stack of
+ * Why it aborts, jaxlib only logs. One cause is recognized by the text of that log message, which the stack of
  * the aborting thread points to: a second process has joined with a number that is taken. Memory is read through a pipe,
  * because the kernel refuses to copy what is not mapped, where an ordinary read would crash.
  *

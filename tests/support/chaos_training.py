@@ -134,9 +134,9 @@ class ChaosTraining:
         """Return every loss, and all arrays of the newest checkpoint."""
         lines = Run.load(self.folder).metrics()
         updates = [(line["step"], line["loss"]) for line in lines if line["event"] == "train"]
-        setup = prepare(Run.load(self.folder).recipe, pod.make_pod(jax.devices()[:1], "1x1"))
+        program = prepare(Run.load(self.folder).recipe, pod.make_pod(jax.devices()[:1], "1x1"))
         with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
-            state = checkpoints.restore(checkpoints.newest(), setup.state)
+            state = checkpoints.restore(checkpoints.newest(), program.init_state())
         return updates, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 

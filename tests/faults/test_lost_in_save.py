@@ -1,0 +1,67 @@
+"""A process dies at a moment of a save, under each launcher: it is named, all end, and the run starts again."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from integration.test_launchers import AS_ROOT, NO_MPI, NO_SLURM
+from support.dying import write_dying_site
+from support.processes import STEPS, make_environment, start, start_launcher, wait_for_exit, wait_for_success
+from support.slurm import start_slurm
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = "digits --model.width 8 --model.precision float64 --train.epochs 3 --train.eval_epochs 3 --json".split()
+MORE = ["--pod.virtual", "1x2", "--plan.save_steps", "5", "--pod.heartbeat_s", "30"]
+MOMENTS = ["save_start", "async_write_complete", "async_commit_complete"]  # before, in the middle, at the commit
+PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
+PEER_LOST = 69
+
+
+@pytest.fixture(params=MOMENTS)
+def site(tmp_path, request):
+    return write_dying_site(tmp_path / "site", request.param, victim=1)
+
+
+@pytest.mark.slow
+@pytest.mark.processes(2)
+def test_launch_ends_with_69_and_the_name_and_starts_again(tmp_path, site, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    launcher = start_launcher(2, tmp_path / "run", *MORE)
+    (code,), ((_, err),) = wait_for_exit([launcher])
+    assert code == PEER_LOST, err[-3000:]
+    assert "process 1 was killed by SIGKILL" in err
+    (site / "died").unlink()
+    out, err = wait_for_success(start_launcher(2, tmp_path / "run", *MORE, launch=["--restarts", 1]))
+    assert "process 1 was killed by SIGKILL; starting again (1 of 1)" in err
+    assert "resuming after step" in err
+    assert json.loads(out)["steps"] == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.processes(2)
+@pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
+def test_the_mpi_example_names_it_and_starts_again(tmp_path, site):
+    command = [ROOT / "examples" / "mpi.sh", *SETTINGS, *MORE, "--run", tmp_path / "run"]
+    settings = {"PATH": PATH, "PYTHONPATH": site, "MPIRUN": "mpirun -n 2 --oversubscribe", "MOST_RESTARTS": "1"}
+    out, err = wait_for_success(start(command, **{name: str(value) for name, value in settings.items()}, **AS_ROOT))
+    assert "rank 1" in out + err or "process 1 on" in err
+    assert "starting again (1 of 1)" in err
+    assert json.loads(out.splitlines()[-1])["steps"] == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.processes(2)
+@pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
+def test_the_slurm_example_names_it_and_is_requeued(tmp_path, site):
+    log = tmp_path / "job.log"
+    script = [ROOT / "examples" / "slurm.sh", *SETTINGS, *MORE, "--run", tmp_path / "run"]
+    with start_slurm(tmp_path / "slurm") as cluster:
+        environment = make_environment(PATH=PATH, PYTHONPATH=str(site))
+        job = cluster.submit("-n", "2", "--overcommit", f"--output={log}", *script, environment=environment)
+        assert cluster.wait(job, timeout_s=600) == "COMPLETED", log.read_text()[-3000:]
+    output = log.read_text()
+    assert "task 1: Killed" in output or "process 1 on" in output
+    assert "back to the queue (restart 1 of at most 50)" in output
+    assert f'"steps": {STEPS}' in output
