@@ -192,7 +192,8 @@ def read_results(path: Path) -> list[dict]:
 def make_table(lines: list[dict]) -> str:
     rows = ["| fault | drawn | survived | updates lost, mean and most | s to notice | s to be training again |"]
     rows.append("| --- | ---: | ---: | ---: | ---: | ---: |")
-    faults = [record | {"ok": not line["problem"]} for line in lines for record in line["faults"] if record["hit"]]
+    faults = [record | {"ok": not line["problem"]} for line in lines for record in line["faults"]]
+    faults = [record for record in faults if record["hit"] and record["kind"] in KINDS]
     for kind in sorted({record["kind"] for record in faults}):
         records = [record for record in faults if record["kind"] == kind]
         lost = [record["lost"] for record in records]

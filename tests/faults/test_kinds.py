@@ -17,7 +17,6 @@ CASES = [
     ("pause_launcher", "training", 4),
     ("fill_disk", "saving", 1),
     ("fill_disk", "saving", 4),
-    ("lock_disk", "training", 1),
     ("restart_on_full_disk", "training", 4),
     ("limit_files", "training", 1),
     ("damage_programs", "training", 4),

@@ -208,17 +208,6 @@ def fill_disk(training, draw):
         filler.unlink()
 
 
-def lock_disk(training, draw):
-    """Make the disk read-only for a while; a disk with files open for writing can refuse."""
-    disk = str(training.folder.parent)
-    if subprocess.run(["mount", "-o", "remount,ro", disk], capture_output=True, check=False).returncode:
-        return
-    try:
-        time.sleep(draw.uniform(2, 6))
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-
-
 def restart_on_full_disk(training, draw):
     """Kill everything while the disk is full, and start the command before there is space again."""
     filler = _fill_disk(training.folder.parent)
@@ -353,7 +342,6 @@ KINDS = {
     "stop_one": Kind(stop_one, (), RUNNING, (4,)),
     "starve": Kind(starve),
     "fill_disk": Kind(fill_disk, (), ("training", "saving", "ending"), needs_disk=True),
-    "lock_disk": Kind(lock_disk, (), RUNNING, needs_disk=True),
     "restart_on_full_disk": Kind(restart_on_full_disk, (KILLED, USER_ERROR), RUNNING, needs_disk=True),
     "flip_bit": Kind(flip_bit, (KILLED,)),
     "truncate_file": Kind(truncate_file, (KILLED,)),
