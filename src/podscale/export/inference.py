@@ -78,7 +78,7 @@ def evaluate(
     Raises:
         UserError: there is no such checkpoint, or the data set has other classes.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import podscale
         >>> from rich.console import Console
@@ -125,7 +125,7 @@ def predict(
     Raises:
         UserError: there is no such checkpoint, or no image.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import podscale
         >>> from rich.console import Console
@@ -190,7 +190,7 @@ def load_model(run: Run, which: str = "best", model: nnx.Module | None = None) -
     Raises:
         UserError: there is no such checkpoint, or it does not fit the model.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import podscale
         >>> from rich.console import Console

@@ -52,7 +52,7 @@ def export_model(
         UserError: the file cannot be written, or the format is unknown, does not fit the model or needs a package that
             is not installed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import podscale
         >>> from rich.console import Console

@@ -30,7 +30,7 @@ class RandomLayer(nnx.Module):
     A model's own layer derives from this and calls `get_keys` in its `__call__`. In evaluation, and where training
     passes no keys, it gets None and must do nothing random.
 
-    Example:
+    Examples:
         >>> class Noise(RandomLayer):
         ...     def __call__(self, x):
         ...         keys = self.get_keys()

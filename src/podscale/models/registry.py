@@ -67,7 +67,7 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
     Raises:
         UserError: there is already a model of this name.
 
-    Example:
+    Examples:
         >>> @register_model("linear")
         ... def linear(config, classes, image_size, rngs):
         ...     flatten = lambda images: images.reshape(len(images), -1)

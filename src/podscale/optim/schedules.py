@@ -23,7 +23,7 @@ def make_schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.S
         steps: updates of the whole training; polynomial and cosine decay reach `schedule.end` there.
         steps_per_epoch: updates of an epoch, which need not be a whole number.
 
-    Example:
+    Examples:
         >>> from podscale.recipe import Recipe, override_recipe
         >>> recipe = override_recipe(Recipe(), {"schedule.peak": 4, "schedule.warmup_epochs": 2})
         >>> rate = make_schedule(recipe, 50, steps_per_epoch=5)

@@ -64,7 +64,7 @@ class BatchNorm(nnx.Module):
     Raises:
         UserError: the same layer is called twice in one pass in training mode.
 
-    Example:
+    Examples:
         >>> layer = BatchNorm(3)
         >>> layer.train()
         >>> y = layer(jnp.arange(24.0).reshape(2, 2, 2, 3))

@@ -76,7 +76,7 @@ def train(
         KeyboardInterrupt: Ctrl-C; the state is saved as well, unless it was pressed twice.
         DivergedError: loss or gradient were not finite again and again; the run's folder says more.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import podscale
         >>>         >>> recipe = podscale.load_recipe("digits").override({"model.width": 4, "train.epochs": 0.1})

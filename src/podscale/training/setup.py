@@ -131,7 +131,7 @@ def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
     Raises:
         UserError: the recipe does not fit the pod or the data set; the message says what does.
 
-    Example:
+    Examples:
         >>> import podscale
         >>> recipe = podscale.load_recipe("digits")
         >>> plan = podscale.make_plan(recipe, podscale.named_pod("cpu:2x2"), podscale.Options())

@@ -22,7 +22,7 @@ def load_torchvision(model: nnx.Module, path: str | Path) -> None:
     Raises:
         UserError: the file cannot be read, or a tensor in it does not fit the model; the model is then unchanged.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import safetensors.numpy
         >>> from podscale import recipe
@@ -56,7 +56,7 @@ def to_torchvision(model: nnx.Module) -> dict[str, np.ndarray]:
     Raises:
         UserError: the model is not a ResNet.
 
-    Example:
+    Examples:
         >>> from podscale import recipe
         >>> from podscale.models.registry import build_model
         >>> model = build_model(recipe.Model(name="resnet8", width=8), classes=10, image_size=32)
