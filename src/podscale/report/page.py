@@ -200,7 +200,7 @@ def _describe_loss(recipe: Recipe) -> str:
     parts += [f"mixup {recipe.augment.mixup:g}"] if recipe.augment.mixup else []
     if not parts:
         return ""
-    return f" Training loss includes {' and '.join(parts)}, so it is higher than the validation loss, which does not."
+    return f" Training loss includes {' and '.join(parts)}, and validation loss does not: the two are not comparable."
 
 
 def _list_plan_rows(plan: Line, run: Run) -> list[tuple[str, str]]:
