@@ -92,6 +92,25 @@ def test_imagenet_presets_have_the_published_settings(size):
     assert (recipe.model.name, recipe.model.precision, recipe.data.image_size) == ("resnet50", "bfloat16", 224)
 
 
+# Batch, epochs, peak learning rate, warm-up epochs, weight decay, stochastic depth; steps over all epochs.
+PUBLISHED_MODERN = {
+    "vit-s16-imagenet": ("vit_small", 1024, 90, 1e-3, 8, 0.1, 0.0, 112_603),
+    "vit-b16-imagenet": ("vit_base", 1024, 300, 1e-3, 5, 0.05, 0.1, 375_342),
+    "convnext-t-imagenet": ("convnext_tiny", 4096, 300, 4e-3, 20, 0.05, 0.1, 93_836),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_MODERN)
+def test_presets_of_modern_models_have_the_published_settings(name):
+    r = load_recipe(name)
+    settings = r.model.name, r.batch.size, r.train.epochs, r.schedule.peak, r.schedule.warmup_epochs
+    settings += r.optimizer.weight_decay, r.model.drop_path, r.steps(1_281_167)
+    assert settings == PUBLISHED_MODERN[name]
+    assert (r.optimizer.name, r.schedule.decay, r.model.precision) == ("adamw", "cosine", "bfloat16")
+    assert (r.data.classes, r.data.train_samples, r.data.val_samples) == (1000, 1_281_167, 50_000)
+    assert "arXiv" in r.doc
+
+
 # --- reading -------------------------------------------------------------------------------------------------------
 
 ALIKE = [

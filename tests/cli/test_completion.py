@@ -29,7 +29,7 @@ def test_commands_recipes_options_and_their_values_are_completed():
     assert complete("train", "digits", "--optimizer.n") == [
         f"--optimizer.{f}" for f in ("name", "nesterov", "newton_schulz")
     ]
-    assert complete("train", "digits", "--optimizer.name", "") == ["adamw", "lars", "muon", "sgd"]
+    assert complete("train", "digits", "--optimizer.name", "") == ["adamw", "lars", "muon", "rmsprop", "sgd"]
     assert complete("train", "digits", "--optimizer.nesterov", "t") == ["true"]
     assert complete("plan", "--plan.summation", "to")[:2] == ["torus", "torus4"]
     assert complete("completion", "") == ["bash", "fish", "zsh"]

@@ -107,7 +107,7 @@ def test_the_help_of_training_starts_with_common_options_and_shows_the_recipes_o
     assert lines[0] == "usage: podscale train [RECIPE] [options]"
     assert text.index("--batch.size") < text.index("--data.source") < text.index("--plan.summation")
     assert "images per update, over the whole pod (default: 64)" in words
-    assert "--optimizer.name lars|sgd|adamw|muon the update rule (default: muon)" in words
+    assert "--optimizer.name lars|sgd|adamw|muon|rmsprop the update rule (default: muon)" in words
     assert "--plan.payload float32|bfloat16" in words
     assert "as the recipe says" not in words
     with pytest.raises(SystemExit):
