@@ -124,11 +124,25 @@ def test_attention_is_that_of_the_paper():
         np.testing.assert_allclose(attention(jnp.asarray(x)), expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("pooling", ["token", "mean"])
+def test_padded_tokens_change_nothing(monkeypatch, pooling):
+    """The fused path, with JAX's own attention in the place of cuDNN's, which needs a GPU."""
+    attention = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **k: attention(*a, **k | {"implementation": "xla"}))
+    model, images = build_small(precision="bfloat16", pooling=pooling), sample_images()
+    model.layers[-1].kernel[...] = jax.random.normal(jax.random.key(0), model.layers[-1].kernel.shape)
+    expected = model(images)
+    model.use_kernels(CUDNN)
+    assert model.layers[0].padding == model.layers[1].attention.padding == (3 if pooling == "token" else 4)
+    np.testing.assert_allclose(model(images), expected, rtol=0.05, atol=0.05)
+    assert float(jnp.abs(expected).max()) > 1
+
+
 def test_kernels_are_for_bfloat16_alone():
     model = build_small()
     expected = model(sample_images())
     model.use_kernels(CUDNN)
-    assert model.layers[1].attention.kernels == CUDNN
+    assert model.layers[1].attention.kernels is None
     np.testing.assert_array_equal(model(sample_images()), expected)  # float32: the reference, on any machine
 
 

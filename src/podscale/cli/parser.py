@@ -126,7 +126,10 @@ def _print_help(parser: Parser) -> Any:
 def _read_version() -> str:
     from importlib import metadata
 
-    return metadata.version("podscale")
+    try:
+        return metadata.version("podscale")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
 
 
 # --- training and inference ----------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from podscale.models.random_layers import Dropout, DropPath, spread_rates
 from podscale.models.remat import apply_layers
 
 MLP_RATIO = 4
+PADDED_MULTIPLE = 8  # of tokens, for cuDNN: JAX refuses an odd number, and products are faster on multiples of 8
 TEMPERATURE = 10_000  # ratio of the longest to the shortest wavelength of sine-cosine positions
 
 
@@ -66,7 +67,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: recipe.Model, width: int, grid: int, types: Types, rngs: nnx.Rngs) -> None:
         lecun = normal(1 / math.sqrt(3 * config.patch**2))
         has_token = config.pooling == "token"
-        self.grid = grid
+        self.grid, self.padding = grid, 0
         self.patches = PatchConv(3, width, config.patch, lecun, types, rngs)
         self.class_token = nnx.Param(jnp.zeros(width, types.param)) if has_token else None
         shape = (grid * grid + has_token, width)
@@ -79,7 +80,12 @@ class Embedding(nnx.Module):
         if self.class_token is not None:
             token = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
             x = jnp.concatenate([token, x], axis=1)
-        return x + self.get_positions(x.shape[-1]).astype(x.dtype)
+        x = x + self.get_positions(x.shape[-1]).astype(x.dtype)
+        return jnp.pad(x, ((0, 0), (0, self.padding), (0, 0))) if self.padding else x
+
+    def count_tokens(self) -> int:
+        """Return the number of tokens of an image, without padding."""
+        return self.grid**2 + (self.class_token is not None)
 
     def get_positions(self, width: int) -> jax.Array | NDArray[np.float64]:
         """Return the positions of all tokens, [tokens, width]; a class token has none of the fixed ones."""
@@ -133,21 +139,31 @@ def adapt_positions(model: "VisionTransformer", tensors: dict[str, np.ndarray]) 
 class Attention(nnx.Module):
     """Multi-head self-attention over tokens [images, tokens, width].
 
-    `kernels` says who computes it: `CUDNN`, a fused kernel on GPUs for bfloat16; or else `attend`, the reference.
+    `kernels` says who computes it: `CUDNN`, a fused kernel on GPUs for bfloat16; or else `attend`, the reference. The
+    last `padding` tokens are there for the kernel alone.
     """
 
     def __init__(self, width: int, heads: int, types: Types, rngs: nnx.Rngs) -> None:
         self.heads: int = heads
         self.kernels: Kernels | None = None
+        self.padding: int = 0
         self.qkv = make_linear(width, 3 * width, xavier_uniform(width, width), types, rngs)
         self.project = make_linear(width, width, xavier_uniform(width, width), types, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         images, tokens, width = x.shape
         q, k, v = jnp.moveaxis(self.qkv(x).reshape(images, tokens, 3, self.heads, width // self.heads), 2, 0)
-        is_fused = self.kernels == CUDNN and x.dtype == jnp.bfloat16
-        y = jax.nn.dot_product_attention(q, k, v, implementation="cudnn") if is_fused else attend(q, k, v)
+        y = attend_fused(q, k, v, self.padding) if self.kernels == CUDNN else attend(q, k, v)
         return self.project(y.reshape(x.shape))
+
+
+def attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, padding: int) -> jax.Array:
+    """Return what `attend` does, by one kernel of cuDNN's, in bfloat16.
+
+    The last `padding` tokens are not attended to. They attend to the others like any token, so that they stay finite.
+    """
+    lengths = jnp.full(len(q), q.shape[1] - padding, jnp.int32) if padding else None
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation="cudnn")
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -201,7 +217,7 @@ class VisionTransformer(nnx.Module):
 
     def __init__(self, size: Size, config: recipe.Model, classes: int, image_size: int, rngs: nnx.Rngs) -> None:
         types = select_types(config.precision)
-        self.has_token, self.remat = config.pooling == "token", config.remat
+        self.has_token, self.remat, self.dtype = config.pooling == "token", config.remat, types.compute
         embedding = Embedding(config, size.width, image_size // config.patch, types, rngs)
         blocks = [Block(size, rate, types, rngs) for rate in spread_rates(config.drop_path, size.depth)]
         norm = make_layer_norm(size.width, types, rngs)
@@ -211,12 +227,15 @@ class VisionTransformer(nnx.Module):
     def __call__(self, images: jax.Array) -> jax.Array:
         *layers, norm, head = list[Any](self.layers)
         x = apply_layers(layers, images, self.remat)
-        x = norm(x[:, :1] if self.has_token else x)
+        x = norm(x[:, :1] if self.has_token else x[:, : layers[0].count_tokens()])
         return head(self.dropout(x.mean(axis=1, dtype=head.kernel.dtype)))
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Let `kernels` compute what they can: attention, with `CUDNN`."""
-        self.set_attributes(Attention, kernels=kernels)
+        """Let `kernels` compute what they can: attention in bfloat16, with `CUDNN`."""
+        embedding = self.layers[0]
+        if kernels == CUDNN and self.dtype == jnp.bfloat16:
+            embedding.padding = -embedding.count_tokens() % PADDED_MULTIPLE
+            self.set_attributes(Attention, kernels=kernels, padding=embedding.padding)
 
 
 def build_vit(name: str, config: recipe.Model, classes: int, image_size: int, rngs: nnx.Rngs) -> VisionTransformer:
