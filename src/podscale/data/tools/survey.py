@@ -83,8 +83,10 @@ def _can_find(find: Callable[[Path], object], path: Path) -> bool:
 
 def _summarize_split(index: Index, classes: int) -> dict[str, Any]:
     per_class = np.bincount(index.labels, minlength=classes)
+    unreadable = index.list_unreadable()
     by_area = np.argsort(index.sizes.astype(np.int64).prod(axis=1), kind="stable")
-    ranks = {"smallest": 0, "median": (len(index) - 1) // 2, "largest": len(index) - 1}
+    by_area = by_area[~np.isin(by_area, unreadable)] if len(unreadable) < len(index) else by_area
+    ranks = {"smallest": 0, "median": (len(by_area) - 1) // 2, "largest": len(by_area) - 1}
     return {
         "pictures": len(index),
         "bytes": int((index.count_decoded_bytes() if index.files is None else index.count_encoded_bytes()).sum()),
@@ -92,7 +94,7 @@ def _summarize_split(index: Index, classes: int) -> dict[str, Any]:
         "extensions": count_extensions(index.files.table.names) if index.files is not None else {},
         "pictures_per_class": {"fewest": int(per_class.min()), "most": int(per_class.max())},
         "class_counts": per_class.tolist(),
-        "unreadable": [index.name(sample) for sample in index.list_unreadable()],
+        "unreadable": [index.name(sample) for sample in unreadable],
     }
 
 
