@@ -232,7 +232,7 @@ class VisionTransformer(nnx.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Let `kernels` compute what they can: attention in bfloat16, with `CUDNN`."""
-        embedding = self.layers[0]
+        embedding: Any = self.layers[0]
         if kernels == CUDNN and self.dtype == jnp.bfloat16:
             embedding.padding = -embedding.count_tokens() % PADDED_MULTIPLE
             self.set_attributes(Attention, kernels=kernels, padding=embedding.padding)
