@@ -52,7 +52,8 @@ def _count_output_bytes(recipe: Recipe, net: FunctionalModel, params: Tree, stat
     layers = [e for e in iterate_equations(traced.jaxpr) if e.primitive.name in REMAT_PRIMITIVES]
     inside = [_count_product_bytes(layer.params["jaxpr"]) for layer in layers]
     outputs = _count_bytes([out.aval for layer in layers for out in layer.outvars])
-    return _count_product_bytes(traced.jaxpr) - sum(inside) + outputs + max(inside, default=0)
+    everything = _count_product_bytes(traced.jaxpr)
+    return min(everything, everything - sum(inside) + outputs + max(inside, default=0))
 
 
 def _count_product_bytes(jaxpr: Any) -> int:
