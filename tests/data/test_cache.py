@@ -175,7 +175,7 @@ CHANGES |= {"batch.size": 4, "batch.span": 4, "train.epochs": 4, "train.eval_epo
 @pytest.fixture
 def recipe(tmp_path):
     root = writers.write_folder(tmp_path / "data")
-    return recipes.override_recipe(recipes.load_recipe("finetune"), CHANGES | {"data.path": str(root)})
+    return recipes.override_recipe(recipes.load_recipe("imagefolder"), CHANGES | {"data.path": str(root)})
 
 
 def prepare(recipe):

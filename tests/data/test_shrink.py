@@ -26,7 +26,7 @@ TINY |= {"batch.size": 4, "batch.span": 4, "train.epochs": 1, "train.eval_epochs
 def recipe(tmp_path_factory):
     root = writers.write_folder(tmp_path_factory.mktemp("shrink"))
     return recipes.override_recipe(
-        recipes.load_recipe("finetune"), TINY | {"data.path": str(root), "data.shrink": LONGEST}
+        recipes.load_recipe("imagefolder"), TINY | {"data.path": str(root), "data.shrink": LONGEST}
     )
 
 

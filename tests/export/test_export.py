@@ -248,6 +248,6 @@ def test_a_format_whose_package_is_missing_says_what_to_install(run, tmp_path, m
 @pytest.mark.heavy
 def test_the_export_command_writes_the_file_and_reports_it(run, tmp_path, capfd):
     assert main(["export", str(run.folder), "--to", str(tmp_path / "m.onnx"), "--checkpoint", "6"]) == 0
-    assert "onnx, 0.1 MiB; checkpoint 6, " in capfd.readouterr().out
+    assert f"onnx, 0.1 MiB; {run.folder}, checkpoint 6, " in capfd.readouterr().out
     assert main(["export", str(run.folder), "--to", str(tmp_path / "m.onnx"), "--checkpoint", "7"]) == 2
     assert "has no checkpoint '7'" in capfd.readouterr().err

@@ -191,7 +191,7 @@ def _make_safetensors() -> list[bytes]:
 
 
 def _list_recipes() -> list[bytes]:
-    folder = Path(recipes.__file__).parent / "recipes"
+    folder = Path(recipes.__file__).parents[1] / "recipes"
     return [path.read_bytes() for path in sorted(folder.glob("*.toml"))]
 
 

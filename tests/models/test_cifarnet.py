@@ -346,7 +346,7 @@ def test_further_views_are_computed_only_where_the_first_is_not_confident(traine
 
     def compute(confidence, function):
         recipe = run.recipe.override({"data.eval_views": 6, "data.eval_confidence": confidence})
-        return np.asarray(function(model.net, recipe, model.params, model.stats, images, ""))
+        return np.asarray(function(model.net, recipe, model.params, model.stats, images))
 
     first, average = compute(0.0, views.average_views), compute(1.0, views.average_views)
     assert np.abs(first - average).max() > 1e-3

@@ -30,13 +30,13 @@ from podscale.processes.launch import ProcessExit
 
 PREEMPTED = 75
 MISTAKES = [
-    (["-n", "2"], "launch what?"),
+    (["-n", "2"], "launch needs a command"),
     (["-n", "0", "train"], "from 1 up"),
     (["-n", "2", "--restarts", "-1", "train"], "from 0 up"),
-    (["-n", "2", "recipes"], "recipes is for one process"),
+    (["-n", "2", "recipes"], "recipes runs in one process"),
     (["-n", "2", "train", "--process", "1"], "leave them out"),
     (["-n", "2", "train", "--trian.epochs", "3"], "did you mean --train.epochs"),
-    (["-n", "2", "launch", "-n", "2", "train"], "launch is for one process"),
+    (["-n", "2", "launch", "-n", "2", "train"], "launch runs in one process"),
 ]
 
 

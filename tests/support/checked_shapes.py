@@ -3,8 +3,6 @@
 import jax
 from jaxtyping import install_import_hook
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
 CHECKED = ["podscale.parallel", "podscale.optim", "podscale.kernels", "podscale.training.step"]
 CASES = [
     ({"optimizer.name": "lars"}, {"summation": "torus4", "payload": "bfloat16", "fused": "on"}),
@@ -14,6 +12,8 @@ CASES = [
 
 
 def main():
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
     with install_import_hook(CHECKED, "beartype.beartype"):
         from podscale.training import compilation, setup
         from podscale.training import step as steps

@@ -81,7 +81,8 @@ class Recipe:
         """Return eight hex digits that change with anything that changes what is learnt."""
         sections = self.to_dict()
         for section, field in (name.split(".") for name in NEW_FIELDS):
-            if sections[section][field] == getattr(SECTIONS[section], field):
+            default = getattr(SECTIONS[section], field)
+            if sections[section][field] == (list(default) if isinstance(default, tuple) else default):
                 del sections[section][field]
         return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:8]
 

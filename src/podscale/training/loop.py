@@ -79,7 +79,8 @@ def train(
     Examples:
         >>> import tempfile
         >>> import podscale
-        >>>         >>> recipe = podscale.load_recipe("digits").override({"model.width": 4, "train.epochs": 0.1})
+        >>> from rich.console import Console
+        >>> recipe = podscale.load_recipe("digits").override({"model.width": 4, "train.epochs": 0.1})
         >>> pod, quiet = podscale.find_pod(virtual="1x1"), Console(quiet=True)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     summary = podscale.train(recipe, pod=pod, folder=folder, console=quiet)

@@ -164,7 +164,7 @@ def test_a_callback_that_raises_ends_the_run_after_its_report_is_written_and_the
     with pytest.raises(RuntimeError, match="enough"):
         train(callbacks=[fail])
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "not at its end when this page was written" in page
+    assert "still running, or stopped, when this page was written" in page
     assert "By the evaluation after step 12" in page
     callback = Recorder(stop_after=23)
     assert train(callbacks=[callback])["steps"] == 23
