@@ -116,7 +116,7 @@ def test_what_the_hub_does_not_have_is_named(hub, tmp_path, source, sentence):
         fetch_weights(source, tmp_path)
 
 
-@pytest.mark.heavy  # the client tries again for some seconds
+@pytest.mark.slow  # the client tries again for half a minute
 def test_without_network_and_cache_the_sentence_says_so(hub, tmp_path):
     _, server = hub
     server.shutdown()
