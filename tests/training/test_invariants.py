@@ -222,7 +222,12 @@ def test_every_evaluation_example_counts_once_on_every_pod(shape):
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shape", "micro_batches", "steps_per_call", "summation"),
-    [("1x1", 4, 1, "xla"), ("1x2", 1, 3, "xla"), ("2x2", 2, 1, "torus"), ("2x4", 1, 1, "sharded")],
+    [
+        pytest.param("1x1", 4, 1, "xla", marks=pytest.mark.slow),
+        ("1x2", 1, 3, "xla"),
+        ("2x2", 2, 1, "torus"),
+        pytest.param("2x4", 1, 1, "sharded", marks=pytest.mark.slow),
+    ],
 )
 def test_brightness_and_contrast_are_the_same_on_every_pod(
     reference_with_colors, shape, micro_batches, steps_per_call, summation
