@@ -41,6 +41,7 @@ def add_newer_run(folder):
     return newer
 
 
+@pytest.mark.heavy
 def test_the_newest_run_with_a_checkpoint_answers_and_is_named(trained, monkeypatch, capsys):
     newer = add_newer_run(trained)
     monkeypatch.chdir(trained)

@@ -124,6 +124,7 @@ def test_attention_is_that_of_the_paper():
         np.testing.assert_allclose(attention(jnp.asarray(x)), expected, atol=1e-12)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("pooling", ["token", "mean"])
 def test_padded_tokens_change_nothing(monkeypatch, pooling):
     """The fused path, with JAX's own attention in the place of cuDNN's, which needs a GPU."""

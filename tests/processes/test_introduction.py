@@ -97,6 +97,7 @@ cli.run()
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.processes(2)
 @pytest.mark.parametrize(
     ("versions", "secrets", "message"),

@@ -83,6 +83,7 @@ def test_a_resumed_run_does_not_fit_again_and_is_bit_identical(recipe, pod, tmp_
     assert_identical(*(read_state(tmp_path / name, recipe, pod) for name in ("stopped", "whole")))
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves event loops open
 def test_a_run_whose_checkpoints_are_all_damaged_fits_again(recipe, pod, tmp_path):
     train(recipe, pod, tmp_path / "whole")

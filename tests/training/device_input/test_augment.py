@@ -89,6 +89,7 @@ def test_with_mixup_and_cutmix_every_pair_gets_one_of_them(batch):
     np.testing.assert_array_equal(always[0], alone[1][0])
 
 
+@pytest.mark.heavy
 def test_erasing_clears_one_rectangle_with_the_recipes_probability(batch):
     original, _ = prepare_batch(make_recipe(), batch)
     erased, _ = prepare_batch(make_recipe(erase=1.0), batch)
