@@ -13,7 +13,7 @@ train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --durations=20
 UNIT := tests --ignore=tests/integration --ignore=tests/faults
 
-test-quick: $(VENV)/.installed-dev ## the unit tests, in under two minutes
+test-quick: $(VENV)/.installed-dev ## the unit tests, in two minutes
 	$(PYTEST) $(UNIT) --quick
 
 test: $(VENV)/.installed-dev ## the tests
