@@ -1,5 +1,7 @@
 """Settings of all tests: sixteen virtual CPU devices, so that one process can be any pod up to 4x4, and own caches."""
 
+import uuid
+
 import jax
 import pytest
 
@@ -52,3 +54,23 @@ def _compilation_cache(tmp_path_factory, request):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The address of an S3 server, the same for all tests of this process."""
+    from support.buckets import serve_s3
+
+    with serve_s3() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_server, monkeypatch):
+    """The name of a new bucket; the environment points at its server."""
+    from support.buckets import make_bucket, use_store
+
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    make_bucket(s3_server, name)
+    use_store(monkeypatch, s3_server)
+    return name

@@ -1,0 +1,60 @@
+"""Errors of obstore as errors of the system, each with one sentence and the object's URL."""
+
+import errno
+import re
+
+from podscale.storage.locations import Location
+from podscale.storage.store import ObjectChangedError
+
+_STATUS = re.compile(r"status code: (\d{3}[^:]*)")
+_METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE=true if it is public",
+    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run `az login`",
+}
+
+
+def translate_error(error: Exception, where: Location) -> Exception:
+    """Return the `OSError` (see `podscale.storage.store`) that an exception of obstore amounts to; others unchanged."""
+    from obstore import exceptions
+
+    name, result = str(where), error
+    if isinstance(error, FileNotFoundError):
+        what = "there is no such bucket" if "NoSuchBucket" in str(error) else "there is no such object"
+        result = FileNotFoundError(errno.ENOENT, what, name)
+    elif isinstance(error, exceptions.AlreadyExistsError):
+        result = FileExistsError(errno.EEXIST, "there is an object of this name already", name)
+    elif isinstance(error, exceptions.PreconditionError | exceptions.NotModifiedError):
+        result = ObjectChangedError(name)
+    elif isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        result = PermissionError(errno.EACCES, _explain_refusal(str(error), where), name)
+    elif isinstance(error, exceptions.BaseError):
+        result = _explain_failure(str(error).partition("\n\nDebug source:")[0], where)
+    return result
+
+
+def _explain_refusal(text: str, where: Location) -> str:
+    if "ExpiredToken" in text or "TokenRefreshRequired" in text:
+        return "the credentials have expired; renew them and start again"
+    if "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
+        return f"the credentials are wrong; {CREDENTIALS.get(where.scheme, 'check them')}"
+    return "the store refuses access; check that the credentials may list, read and, where needed, write there"
+
+
+def _explain_failure(text: str, where: Location) -> OSError:
+    """Return the error of a request that failed for another reason, or too often."""
+    if any(host in text for host in _METADATA_HOSTS):
+        return PermissionError(
+            errno.EACCES, f"no credentials were found; {CREDENTIALS.get(where.scheme, 'check them')}", str(where)
+        )
+    status = _STATUS.search(text)
+    code = int(status[1][:3]) if status else 0
+    answer = f"the store answers {status[1].strip()}" if status else "the store does not answer"
+    if code in (301, 307):
+        return OSError(errno.EINVAL, "the bucket is in another region; set AWS_REGION", str(where))
+    if code and code < 500 and code not in (408, 429):
+        return OSError(errno.EIO, answer, str(where))
+    seconds = re.search(r" in ([0-9.]+m?s)", text)
+    tried = f" (tried for {seconds[1]})" if seconds else ""
+    return TimeoutError(errno.ETIMEDOUT, f"{answer}{tried}; check the address and the network", str(where))
