@@ -204,3 +204,75 @@ def test_gpus_are_counted(tmp_path):
     assert schedulers.count_visible_gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == 1
     assert schedulers.count_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert schedulers.count_visible_gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == 0
+
+
+@pytest.fixture
+def node(tmp_path):
+    """The file system of a node with eight GPUs."""
+    (tmp_path / "dev").mkdir()
+    for number in range(8):
+        (tmp_path / "dev" / f"nvidia{number}").touch()
+    return tmp_path
+
+
+def select_on_node(environment, node, gpus=None):
+    """Return the GPUs of a process on such a node, of which a scheduler may have named some to it."""
+    environment = environment | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
+    return schedulers.select_gpus(schedulers.detect_process_info(environment), environment, node)
+
+
+ALL_GPUS = "0,1,2,3,4,5,6,7"
+ONE_TASK = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_LOCALID": "0"}
+TASK_PER_GPU = {"SLURM_STEP_NUM_TASKS": "24", "SLURM_STEP_TASKS_PER_NODE": "8(x3)", "SLURM_LOCALID": "5"}
+RANK_PER_GPU = {
+    "OMPI_COMM_WORLD_SIZE": "16",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "5",
+}
+
+
+@pytest.mark.parametrize("gpus", [ALL_GPUS, "2,3", None])
+def test_one_process_on_a_node_has_all_gpus_that_it_sees(node, gpus):
+    assert select_on_node(SLURM | ONE_TASK, node, gpus) is None
+    alone = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert select_on_node(alone, node, gpus) is None
+
+
+@pytest.mark.parametrize("gpus", [ALL_GPUS, None])
+def test_processes_that_see_all_gpus_of_a_node_share_them_out(node, gpus):
+    slurm = SLURM | {"SLURM_GPUS_ON_NODE": "8"}
+    assert select_on_node(slurm | TASK_PER_GPU, node, gpus) == [5]
+    assert select_on_node(slurm, node, gpus) == [4, 5, 6, 7]  # the second of two
+    assert select_on_node(OPEN_MPI | RANK_PER_GPU, node, gpus) == [5]
+    assert select_on_node(OPEN_MPI, node, gpus) == [0, 1, 2, 3]
+
+
+def test_a_process_keeps_the_gpus_that_a_scheduler_has_bound_to_it(node):
+    """Slurm numbers what a task may use from 0 where it confines tasks, and as on the node where it does not."""
+    slurm = SLURM | {"SLURM_GPUS_ON_NODE": "8"}
+    for gpus in ("0", "5"):
+        assert select_on_node(slurm | TASK_PER_GPU, node, gpus) is None
+        assert select_on_node(OPEN_MPI | RANK_PER_GPU, node, gpus) is None
+    for gpus in ("0,1,2,3", "4,5,6,7"):  # --gpus-per-task 4
+        assert select_on_node(slurm, node, gpus) is None
+    four = {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    assert select_on_node(OPEN_MPI | four, node, "2,3") is None  # by a script around each rank
+
+
+def test_gpus_of_a_step_that_no_variable_hides_are_taken_by_their_numbers_on_the_node(node):
+    """Another job has the first four."""
+    step = SLURM | {"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_GPUS": "4,5,6-7"}
+    assert select_on_node(step, node) == [6, 7]
+    assert select_on_node(step | ONE_TASK, node) == [4, 5, 6, 7]
+    assert select_on_node(step | {"SLURM_STEP_GPUS": "gpu:4"}, node) == [4, 5, 6, 7]  # not understood: as all see all
+
+
+def test_processes_on_cpus_select_no_gpus(node):
+    assert select_on_node(SLURM | {"JAX_PLATFORMS": "cpu"}, node, ALL_GPUS) is None
+    for nothing in ("", "NoDevFiles", "-1"):
+        assert select_on_node(SLURM, node, nothing) is None
+
+
+def test_more_processes_than_gpus_are_refused(node):
+    with pytest.raises(UserError, match="8 processes on one host cannot share 4 GPUs"):
+        select_on_node(SLURM | TASK_PER_GPU | {"SLURM_GPUS_ON_NODE": "4"}, node, "0,1,2,3")

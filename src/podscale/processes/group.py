@@ -53,7 +53,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
             info.coordinator,
             info.processes,
             info.process,
-            schedulers.assign_gpus(info.local_process, info.local_processes, schedulers.count_visible_gpus()),
+            schedulers.select_gpus(info),
             cluster_detection_method="deactivate",
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=round(heartbeat_s),

@@ -13,6 +13,7 @@ import urllib.request
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from podscale.errors import UserError
@@ -22,6 +23,7 @@ FIRST_PORT, PORTS = 61440, 4096  # above the ports that Linux assigns by itself
 KUBERNETES_PORT, TPU_PORT = 8476, 8482
 GOOGLE_PCI_VENDOR = "0x1ae0"  # the vendor of TPU chips on the PCI bus
 METADATA_TIMEOUT_S = 5
+NO_GPU = ("", "-1", "NoDevFiles", "none", "void")  # names after which CUDA shows no more GPUs
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,46 @@ def detect_process_info(environment: Mapping[str, str] = os.environ, machine: Pa
     return _detect_tpu_machine(environment, machine)
 
 
+def select_gpus(
+    info: ProcessInfo, environment: Mapping[str, str] = os.environ, machine: Path = Path("/")
+) -> list[int] | None:
+    """Return the GPUs of this process, by number among those that CUDA shows; None: all that it sees.
+
+    A scheduler may have bound GPUs to each of its processes, so that each sees its own; or all processes of a host see
+    the same ones, and share them out.
+
+    Args:
+        info: this process among the others.
+        environment: variables of this process.
+        machine: root of the file system.
+
+    Raises:
+        UserError: there are more processes on this host than GPUs.
+    """
+    visible = count_visible_gpus(environment, machine)
+    if _are_bound(info, visible, environment, machine):
+        return None
+    numbers = _parse_numbers(environment.get("SLURM_STEP_GPUS", ""))
+    if "CUDA_VISIBLE_DEVICES" in environment or not numbers or max(numbers) >= visible:
+        return assign_gpus(info.local_process, info.local_processes, visible)
+    share = assign_gpus(info.local_process, info.local_processes, len(numbers))  # other jobs have the other GPUs
+    return numbers if share is None else [numbers[i] for i in share]
+
+
+def _are_bound(info: ProcessInfo, visible: int, environment: Mapping[str, str], machine: Path) -> bool:
+    """Return whether the GPUs that this process sees are its own: the others on this host see other ones.
+
+    Slurm tells how many GPUs its step has on this node. Without it, a process that sees fewer GPUs than there are
+    processes has its own if the machine has enough of them for all.
+    """
+    if info.local_processes == 1 or not visible:
+        return False
+    if info.launcher == "Slurm" and (on_node := _read_number(environment, "SLURM_GPUS_ON_NODE")):
+        return visible < on_node
+    is_named = "CUDA_VISIBLE_DEVICES" in environment
+    return is_named and visible < info.local_processes <= _count_gpu_files(machine) // visible
+
+
 def assign_gpus(local_process: int, local_processes: int, visible: int) -> list[int] | None:
     """Return the GPUs of one of the processes on a host, by number; None: all that it sees.
 
@@ -104,8 +146,13 @@ def count_visible_gpus(environment: Mapping[str, str] = os.environ, machine: Pat
     if environment.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return 0
     names = environment.get("CUDA_VISIBLE_DEVICES")
-    if names is not None:
-        return len([name for name in names.split(",") if name.strip()])
+    if names is None:
+        return _count_gpu_files(machine)
+    valid = takewhile(lambda name: name not in NO_GPU, (name.strip() for name in names.split(",")))
+    return len(list(valid))
+
+
+def _count_gpu_files(machine: Path) -> int:
     return len(list((machine / "dev").glob("nvidia[0-9]*")))
 
 
@@ -247,6 +294,14 @@ def _parse_tasks_per_node(text: str) -> list[int]:
     """Return tasks of each node, from "2(x3),1"."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, nodes in groups for _ in range(int(nodes or 1))]
+
+
+def _parse_numbers(text: str) -> list[int]:
+    """Return the numbers of "0,2-4"; empty if the text has another form."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        return []
+    ends = [part.partition("-") for part in text.split(",")]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
 def _parse_address(launcher: str) -> str:
