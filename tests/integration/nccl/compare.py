@@ -1,0 +1,95 @@
+"""Compare what two groups of ranks have computed: losses, every array of the last checkpoint, evaluations."""
+
+import jax
+import numpy as np
+from integration.nccl.cases import NOISE, TOLERANCES
+
+from podscale import pod
+from podscale.runs.folder import Run
+from podscale.training.checkpoint import Checkpoints
+from podscale.training.setup import prepare
+
+
+def list_noise(name):
+    """Return the two cases whose difference is the noise that a case may have."""
+    return NOISE.get(name, ())
+
+
+def judge(case, results, folder):
+    """Return whether a case came out right, with its difference from what it is compared with."""
+    first = results[0]
+    match case.kind:
+        case "sums":
+            same = all(result["wrong"] == first["wrong"] for result in results)
+            note = f"{first['sums']} sums, exact on integers, the same bits on all ranks"
+            return {"right": same and not first["wrong"], "error": str(first["wrong"]), "note": note}
+        case "bench":
+            error = first["largest_error"]
+            points = ", ".join(f"{p['strategy']} {p['ms']:.1f}" for p in first["points"] if p["bytes"] >= 1e6)
+            return {"right": error == 0, "difference": error, "allowed": 0.0, "note": f"1 MB in ms: {points}"}
+    note = f"{first['kernels']} kernels" if "kernels" in first else f"accuracy {first['accuracy']:.4f}"
+    if not case.like:
+        return {"right": True, "note": note}
+    noise = list_noise(case.name)
+    allowed = measure_noise(folder, case, *noise) if noise else TOLERANCES[case.precision]
+    difference = measure_difference(folder, case, case.like)
+    verdict = {"right": bool(difference <= allowed), "difference": float(difference), "allowed": float(allowed)}
+    if case.kind == "train" and case.precision == "float64" and not have_same_predictions(folder, case, case.like):
+        return verdict | {"right": False, "error": "other images of the validation set are right"}
+    return verdict | {"note": note}
+
+
+def measure_noise(folder, case, one, other):
+    """Return by how much the rounding of bfloat16 changes what one process computes."""
+    if case.kind == "fused":
+        return compare_arrays(read_gradients(folder, one), read_gradients(folder, other), np.mean)
+    return compare_losses(folder, one, other)
+
+
+def measure_difference(folder, case, like):
+    """Return the largest difference of losses, relatively, and of arrays, relative to their largest value."""
+    name = case.run or case.name
+    if case.kind == "fused":
+        return compare_arrays(read_gradients(folder, name), read_gradients(folder, like), np.mean)
+    losses = compare_losses(folder, name, like)
+    if list_noise(case.name):  # arrays have drifted apart by as much as the losses say
+        return losses
+    return max(losses, compare_arrays(read_state(folder, name), read_state(folder, like), np.max))
+
+
+def compare_losses(folder, one, other):
+    first, second = (np.array(read_losses(folder, name)) for name in (one, other))
+    assert len(first) == len(second) > 0, (one, other, len(first), len(second))
+    return np.max(np.abs(first - second) / np.abs(second))
+
+
+def compare_arrays(one, other, summarize):
+    """Return the largest difference of two trees, or the mean over their arrays, relative to each array's largest."""
+    assert one.keys() == other.keys()
+    largest = {name: max(np.abs(array).max(), 1e-30) for name, array in other.items()}
+    return summarize([np.abs(one[name] - array).max() / largest[name] for name, array in other.items()])
+
+
+def have_same_predictions(folder, case, like):
+    return find_run(folder, case.run or case.name).mistakes()["correct"] == find_run(folder, like).mistakes()["correct"]
+
+
+def find_run(folder, name):
+    return Run.load(folder / name.replace(" ", "-"))
+
+
+def read_losses(folder, name):
+    return [m["loss"] for m in find_run(folder, name).metrics() if m["event"] == "train"]
+
+
+def read_state(folder, name):
+    """Return all arrays of a run's newest checkpoint, by name."""
+    run = find_run(folder, name)
+    with jax.enable_x64(run.recipe.model.precision == "float64"), Checkpoints(run.checkpoints, read_only=True) as saved:
+        state = saved.restore(saved.newest(), prepare(run.recipe, pod.make_pod(jax.devices()[:1], "1x1")).init_state())
+        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def read_gradients(folder, name):
+    with np.load(folder / name.replace(" ", "-") / "arrays.npz") as arrays:
+        return {key: arrays[key] for key in arrays}
