@@ -1,11 +1,12 @@
 """Processes that monitor each other through JAX's store: a real one, with three clients in one process."""
 
 import json
+import signal
 import subprocess
 import sys
 
 import pytest
-from support.processes import find_free_port
+from support.processes import find_free_port, make_environment
 
 from podscale.processes import heartbeat
 
@@ -83,6 +84,43 @@ def test_a_process_that_leaves_is_not_missed_and_a_silent_one_is():
     assert reason.startswith("process 1 on ")
     assert "is gone: no sign of life for" in reason
     assert reason.endswith("(process 1: the sum failed)")
+
+
+MEMBER = """
+import sys, threading
+from podscale.processes import group
+group.join(sys.argv[1], 3, int(sys.argv[2]), heartbeat_s=3.0)
+print("joined", flush=True)
+threading.Event().wait(120)
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.processes(3)
+@pytest.mark.parametrize(
+    ("victim", "sentence"),
+    [(0, "process 0, through which all find each other, has not answered for 3 s"), (1, "process 1 on ")],
+)
+def test_a_stopped_process_is_named_by_all_others_before_the_runtime_aborts_them(victim, sentence):
+    """Without waiting in a collective, which may notice sooner."""
+    address, pipes = f"127.0.0.1:{find_free_port()}", {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-c", MEMBER, address]
+    members = [
+        subprocess.Popen([*command, str(number)], env=make_environment(), text=True, **pipes) for number in range(3)
+    ]
+    others = [member for number, member in enumerate(members) if number != victim]
+    try:
+        assert [member.stdout.readline() for member in members] == ["joined\n"] * 3
+        members[victim].send_signal(signal.SIGSTOP)
+        errors = [member.communicate(timeout=120)[1] for member in others]
+    finally:
+        for member in members:
+            member.kill()
+            member.communicate()
+    assert [member.returncode for member in others] == [heartbeat.PEER_LOST] * 2, errors
+    for text in errors:
+        assert sentence in text
+        assert "Terminating process" not in text, "JAX's runtime was first"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
             schedulers.select_gpus(info),
             cluster_detection_method="deactivate",
             coordinator_bind_address=bind,
-            heartbeat_timeout_seconds=round(heartbeat_s),
+            heartbeat_timeout_seconds=round(heartbeat.RUNTIME_HEARTBEATS * heartbeat_s),
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(

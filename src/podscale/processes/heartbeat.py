@@ -26,7 +26,10 @@ from podscale.errors import UserError
 PEER_LOST = 69  # what sysexits.h calls unavailable: another process is gone; the run resumes from its last checkpoint
 ALIVE, TROUBLE, END = "podscale/alive", "podscale/trouble", "podscale/end"  # keys of the store
 BEAT_S = 1.0  # between two signs of life, or a tenth of the heartbeat
-LOST_SHARE = 0.7  # of the heartbeat: then we report which process is gone, before JAX's runtime aborts without a name
+LOST_SHARE = 0.7  # of the heartbeat: then we report which process is gone
+RUNTIME_HEARTBEATS = (
+    3  # JAX's own heartbeat in ours: it may abort after half of it, without a name, so we must be first
+)
 SUSPECT_BEATS = 4  # missed beats after which a process counts as gone if others already report trouble,
 SUSPECT_SHARE = 1 / 15  # or this share of a long heartbeat, where signs of life may come late
 INQUIRY_LIMITS = 2  # times that limit, in which the main process finds out which process is gone
@@ -58,9 +61,11 @@ class PeerMonitor:
         self.beat_s = min(BEAT_S, heartbeat_s / 10)
         self._suspect_s = max(SUSPECT_BEATS * self.beat_s, SUSPECT_SHARE * heartbeat_s)
         self._last_signs = {number: ("", time.monotonic()) for number in range(processes)}
-        self._stopped, self._is_ending = threading.Event(), False
+        self._stopped, self._is_ending, self._silent_beats = threading.Event(), False, 0
         self._thread = threading.Thread(target=self._run, name="podscale-peers", daemon=True)
         self._thread.start()
+        if process:
+            threading.Thread(target=self._watch_main_process, name="podscale-main-peer", daemon=True).start()
 
     def read_exit(self) -> GroupExit | None:
         """Return why all processes must end; None while none has asked for it."""
@@ -119,11 +124,24 @@ class PeerMonitor:
                 if self._process == 0:
                     self._check_peers()
                 group_exit = self.read_exit()
+                self._silent_beats = 0
                 if group_exit and not self._is_ending:
                     self._exit(group_exit)
             number += 1
             if self._stopped.wait(self.beat_s):
                 return
+
+    def _watch_main_process(self) -> None:
+        """End this process if the main one, which keeps the store, does not answer; asking it waits without a limit.
+
+        Beats are counted, not seconds, so that a process that was itself stopped for a while does not blame another.
+        """
+        while not self._stopped.wait(self.beat_s):
+            self._silent_beats += 1
+            if self._silent_beats * self.beat_s > self._heartbeat_s and not self._is_ending:
+                seconds = f"{self._heartbeat_s:.0f} s"
+                reason = f"process 0, through which all find each other, has not answered for {seconds}"
+                self._exit(GroupExit(PEER_LOST, reason))
 
     def _check_peers(self) -> None:
         now = time.monotonic()

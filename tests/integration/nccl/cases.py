@@ -86,7 +86,7 @@ TWO_RANKS = [
 ]
 LAST = [_one("the third on 1 rank", recipe=THREE_EPOCHS, like="three epochs", run=FIRST)]
 GROUPS = {1: [*REFERENCES, *LAST], 2: TWO_RANKS, 4: FOUR_RANKS}
-AFTER = {SECOND: FIRST, LAST[0].name: SECOND}  # cases that resume what another group has begun
+AFTER = {SECOND: FIRST, LAST[0].name: SECOND}  # cases that resume what another group has started
 # What differs by the rounding of bfloat16 is compared with what that rounding does to one process.
 NOISE = {
     "torus in bfloat16": ("bfloat16", "float32"),
