@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
+from jaxlib.triton import dialect as triton
 
 BYTECODE = b"ML\xefR"  # the first bytes of MLIR bytecode
 CONFIG = "mhlo.backend_config"
@@ -42,8 +43,8 @@ def write_bytecode(module: Any) -> bytes:
 
 def print_module(module: Any) -> str:
     text = module.operation.get_asm(enable_debug_info=False)
-    assert "loc(" not in text
-    assert "__elided__" not in text
+    if re.search(r"\bloc\(|__elided__", text):  # not the name of an operation such as memref.alloc
+        raise SystemExit("a printed module has locations, or constants that are left out")
     return text
 
 
@@ -70,6 +71,7 @@ def is_bytecode(value: Any) -> bool:
 
 def digest_kernel(payload: Any) -> str:
     context = ir.Context.current
+    triton.register_dialect(context)  # else the properties of its operations are misread
     before = context.allow_unregistered_dialects
     context.allow_unregistered_dialects = True
     try:
@@ -159,6 +161,8 @@ def functions_of(module: Any) -> Iterator[Any]:
 
 
 def attributes_of(op: Any) -> str:
+    if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
+        return op.get_asm(enable_debug_info=False)  # jaxlib has no Python type for the value, and would end the process
     return " ".join(sorted(f"{attribute.name}={attribute.attr}" for attribute in iterate_attributes(op)))
 
 
