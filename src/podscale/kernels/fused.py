@@ -24,16 +24,23 @@ factor as well.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from podscale.kernels import pointwise, reduction, reference, spatial
-from podscale.kernels.layer_spec import LayerSpec, OutputGradient
-
-Array = jax.Array
-Affine = tuple[Array, Array] | tuple[()]  # factor and offset of each channel, [groups, channels] each; empty: neither
+from podscale.kernels.layer_spec import (
+    Affine,
+    FactorAndOffset,
+    Images,
+    Kernel,
+    LayerSpec,
+    OutputGradient,
+    Residuals,
+    Vector,
+)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "sums", "factor"), meta_fields=())
@@ -42,14 +49,58 @@ class RawOutput:
     """A convolution's output before its batch norm.
 
     Attributes:
-        values: [images, height, width, channels].
-        sums: of the values and of their squares, over this device's part of each group: [2, groups, channels].
+        values: the output itself.
+        sums: of the values and of their squares, over this device's part of each group.
         factor: ones; the gradient by the values is a product, and its factor is the "gradient" by this.
     """
 
-    values: Array
-    sums: Array | None
-    factor: Array
+    values: Images
+    sums: Float[Array, "2 groups channels"] | None
+    factor: Vector
+
+
+class LayerOutputs(NamedTuple):
+    """What a layer returns; or the cotangents of it.
+
+    Attributes:
+        y: the rectified input.
+        z: its convolution.
+        sums: of z and of its squares; None without `LayerSpec.output_sums`.
+        factor: of z.
+    """
+
+    y: Images
+    z: Float[Array, "images out_height out_width outputs"]
+    sums: Float[Array, "2 groups outputs"] | None
+    factor: Float[Array, "groups outputs"]
+
+
+class LayerResiduals(NamedTuple):
+    """What the gradient of a layer needs.
+
+    Attributes:
+        x: the raw input; None where it is y.
+        y: the rectified input.
+        shortcut: the raw shortcut; None if there was none, or one that was added as it is.
+        z: the convolution's output.
+        affine: factor and offset of x.
+        shortcut_affine: factor and offset of the shortcut.
+        kernel: of the convolution.
+        added: nonempty if there was a shortcut; it holds no array.
+    """
+
+    x: Images | None
+    y: Images
+    shortcut: Images | None
+    z: Float[Array, "images out_height out_width outputs"]
+    affine: Affine
+    shortcut_affine: Affine
+    kernel: Kernel
+    added: tuple[()] | tuple[tuple[()]]
+
+
+# x, its factor, affine, shortcut, its factor, shortcut_affine; or the gradients by them.
+ActivationInputs: TypeAlias = tuple[Images, Vector, FactorAndOffset, Images | None, Vector | None, Affine]
 
 
 # --- the layer -----------------------------------------------------------------------------------------------------
@@ -57,12 +108,12 @@ class RawOutput:
 
 def apply_layer(
     spec: LayerSpec,
-    x: RawOutput | Array,
+    x: RawOutput | Images,
     affine: Affine,
-    shortcut: RawOutput | Array | None,
+    shortcut: RawOutput | Images | None,
     shortcut_affine: Affine,
-    kernel: Array,
-) -> tuple[Array, RawOutput]:
+    kernel: Kernel,
+) -> tuple[Images, RawOutput]:
     """Return y = relu(x · a + b + shortcut · shortcut_a + shortcut_b), and conv(y).
 
     Args:
@@ -71,7 +122,7 @@ def apply_layer(
         affine: a and b; empty: y = x.
         shortcut: a raw output, an array that is added as it is, or None.
         shortcut_affine: factor and offset of a raw shortcut.
-        kernel: [height, width, inputs, outputs].
+        kernel: of the convolution.
 
     Returns:
         y, which has a gradient only if `spec.keep_input`, and its raw convolution.
@@ -85,45 +136,62 @@ def apply_layer(
     return y, RawOutput(z, sums, factor)
 
 
-def _unpack(shortcut: RawOutput | Array | None) -> tuple[Array | None, Array | None]:
+def _unpack(shortcut: RawOutput | Images | None) -> tuple[Images | None, Vector | None]:
     return (shortcut.values, shortcut.factor) if isinstance(shortcut, RawOutput) else (shortcut, None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply_layer(
     spec: LayerSpec,
-    x: Array,
-    x_factor: Array | None,
+    x: Images,
+    x_factor: Vector | None,
     affine: Affine,
-    shortcut: Array | None,
-    shortcut_factor: Array | None,
+    shortcut: Images | None,
+    shortcut_factor: Vector | None,
     shortcut_affine: Affine,
-    kernel: Array,
-) -> Any:
+    kernel: Kernel,
+) -> LayerOutputs:
     return _apply_layer_forward(spec, x, x_factor, affine, shortcut, shortcut_factor, shortcut_affine, kernel)[0]
 
 
-def _apply_layer_forward(spec: LayerSpec, *arguments: Any) -> Any:
-    x, _, affine, shortcut, _, shortcut_affine, kernel = arguments
+def _apply_layer_forward(
+    spec: LayerSpec,
+    x: Images,
+    x_factor: Vector | None,
+    affine: Affine,
+    shortcut: Images | None,
+    shortcut_factor: Vector | None,
+    shortcut_affine: Affine,
+    kernel: Kernel,
+) -> tuple[LayerOutputs, LayerResiduals]:
     inputs = spec, x, affine, shortcut, shortcut_affine, kernel
     outputs = pointwise.forward(*inputs) if pointwise.can_use_kernel(spec, x, kernel) else None
     y, z, sums = outputs or spatial.forward(*inputs)
-    saved = x if affine else None, y, shortcut if shortcut_affine else None, z, affine, shortcut_affine, kernel
-    return (y, z, sums, make_unit_factor(spec.groups, z)), (saved, () if shortcut is None else ((),))
+    residuals = LayerResiduals(
+        x=x if affine else None,
+        y=y,
+        shortcut=shortcut if shortcut_affine else None,
+        z=z,
+        affine=affine,
+        shortcut_affine=shortcut_affine,
+        kernel=kernel,
+        added=() if shortcut is None else ((),),
+    )
+    return LayerOutputs(y, z, sums, make_unit_factor(spec.groups, z)), residuals
 
 
-def _apply_layer_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> Any:
-    # `added` is nonempty if there was a shortcut; it holds no array.
-    (x, y, shortcut, z, affine, shortcut_affine, kernel), added = residuals
+def _apply_layer_backward(
+    spec: LayerSpec, residuals: LayerResiduals, cotangents: LayerOutputs
+) -> tuple[Images, Vector | None, Affine, Images | None, Vector | None, Affine, Kernel]:
+    x, y, shortcut, z, affine, shortcut_affine, kernel, added = residuals
     dy, dz, dsums, factor = cotangents
     offset, slope = (None, None) if dsums is None else (dsums[0], 2 * dsums[1])
-    saved, gradient = (y if x is None else x, y, shortcut, z), OutputGradient(dz, factor, offset, slope)
-    dy = dy if spec.keep_input else None
-    inputs = spec, saved, affine, kernel, gradient, dy
+    saved, gradient = Residuals(y if x is None else x, y, shortcut, z), OutputGradient(dz, factor, offset, slope)
+    inputs = spec, saved, affine, kernel, gradient, dy if spec.keep_input else None
     gradients = pointwise.backward(*inputs) if pointwise.can_use_kernel(spec, y, kernel) else None
     if gradients:
         g, dkernel, sums, whole_dz = gradients
-        if whole_dz is not None:
+        if dkernel is None:
             (dkernel,) = jax.vjp(lambda kernel: reference.convolve(spec, y, kernel), kernel)[1](whole_dz)
     else:
         g, dkernel, sums = spatial.backward(*inputs, has_shortcut=bool(added))
@@ -137,15 +205,15 @@ def _apply_layer_backward(spec: LayerSpec, residuals: Any, cotangents: Any) -> A
 _apply_layer.defvjp(_apply_layer_forward, _apply_layer_backward)
 
 
-def make_unit_factor(groups: int, z: Array) -> Array:
-    """Return the factor of a raw output: ones, [groups, channels]."""
+def make_unit_factor(groups: int, z: Images) -> Vector:
+    """Return the factor of a raw output: ones."""
     return jnp.ones((groups, z.shape[-1]), jnp.promote_types(z.dtype, jnp.float32))
 
 
 # --- entry: from an ordinary convolution to fused layers -----------------------------------------------------------
 
 
-def make_raw_output(spec: LayerSpec, z: Array) -> RawOutput:
+def make_raw_output(spec: LayerSpec, z: Images) -> RawOutput:
     """Return the output of any convolution as a raw output, with its sums if `spec.output_sums`."""
     if not spec.output_sums:
         return RawOutput(z, None, make_unit_factor(spec.groups, z))
@@ -153,11 +221,13 @@ def make_raw_output(spec: LayerSpec, z: Array) -> RawOutput:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attach_sums(spec: LayerSpec, z: Array) -> tuple[Array, Array, Array]:
+def _attach_sums(spec: LayerSpec, z: Images) -> tuple[Images, Float[Array, "2 groups channels"], Vector]:
     return z, reduction.compute_sums(spec, z), make_unit_factor(spec.groups, z)
 
 
-def _attach_sums_backward(spec: LayerSpec, z: Array, cotangents: Any) -> tuple[Array]:
+def _attach_sums_backward(
+    spec: LayerSpec, z: Images, cotangents: tuple[Images, Float[Array, "2 groups channels"], Vector]
+) -> tuple[Images]:
     dz, dsums, factor = cotangents
     return (reference.combine_gradient(dz, z, (factor, dsums[0], 2 * dsums[1])),)
 
@@ -171,10 +241,10 @@ _attach_sums.defvjp(lambda spec, z: (_attach_sums(spec, z), z), _attach_sums_bac
 def activate(
     spec: LayerSpec,
     x: RawOutput,
-    affine: Affine,
-    shortcut: RawOutput | Array | None = None,
+    affine: FactorAndOffset,
+    shortcut: RawOutput | Images | None = None,
     shortcut_affine: Affine = (),
-) -> Array:
+) -> Images:
     """Return relu(x · a + b + shortcut · shortcut_a + shortcut_b), for a next layer that is no convolution."""
     shortcut_values, shortcut_factor = _unpack(shortcut)
     return _activate(spec, x.values, x.factor, affine, shortcut_values, shortcut_factor, shortcut_affine)
@@ -183,21 +253,30 @@ def activate(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _activate(
     spec: LayerSpec,
-    x: Array,
-    x_factor: Array,
-    affine: Affine,
-    shortcut: Array | None,
-    shortcut_factor: Array | None,
+    x: Images,
+    x_factor: Vector,
+    affine: FactorAndOffset,
+    shortcut: Images | None,
+    shortcut_factor: Vector | None,
     shortcut_affine: Affine,
-) -> Array:
+) -> Images:
     return reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)
 
 
-def _activate_forward(spec: LayerSpec, *inputs: Any) -> Any:
+def _activate_forward(
+    spec: LayerSpec,
+    x: Images,
+    x_factor: Vector,
+    affine: FactorAndOffset,
+    shortcut: Images | None,
+    shortcut_factor: Vector | None,
+    shortcut_affine: Affine,
+) -> tuple[Images, ActivationInputs]:
+    inputs = x, x_factor, affine, shortcut, shortcut_factor, shortcut_affine
     return _activate(spec, *inputs), inputs
 
 
-def _activate_backward(spec: LayerSpec, inputs: Any, dy: Array) -> Any:
+def _activate_backward(spec: LayerSpec, inputs: ActivationInputs, dy: Images) -> ActivationInputs:
     x, _, affine, shortcut, _, shortcut_affine = inputs
     y = reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)  # cheaper to recompute than to keep
     only_affine = affine if shortcut is None else ()

@@ -1,9 +1,16 @@
-"""The static properties of a fused layer, known before its arrays are."""
+"""The static properties of a fused layer, known before its arrays are, and the shapes of these."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import jax
+from jaxtyping import Array, Float
+
+Images: TypeAlias = Float[Array, "images height width channels"]
+Kernel: TypeAlias = Float[Array, "side side channels outputs"]
+Vector: TypeAlias = Float[Array, "groups channels"]  # what belongs to a channel, for each batch-norm group
+Sums: TypeAlias = tuple[Vector, ...]  # over each batch-norm group, of several terms
+FactorAndOffset: TypeAlias = tuple[Vector, Vector]  # of each channel
+Affine: TypeAlias = FactorAndOffset | tuple[()]  # empty: neither
 
 
 @dataclass(frozen=True)
@@ -30,13 +37,29 @@ CUDNN = Kernels("cudnn")  # attention as one kernel of cuDNN's
 class OutputGradient(NamedTuple):
     """The gradient by a convolution's output z, as factor · values + offset + slope · z.
 
-    Factor, offset and slope are [groups, channels] each; offset and slope are None where no sums of z were used.
+    Offset and slope are None where no sums of z were used.
     """
 
-    values: jax.Array
-    factor: jax.Array
-    offset: jax.Array | None
-    slope: jax.Array | None
+    values: Images
+    factor: Vector
+    offset: Vector | None
+    slope: Vector | None
+
+
+class Residuals(NamedTuple):
+    """What the backward pass of a layer needs of its forward pass.
+
+    Attributes:
+        x: the raw input.
+        y: the rectified input.
+        shortcut: the raw shortcut; None if it was none.
+        z: the convolution's output.
+    """
+
+    x: Images
+    y: Images
+    shortcut: Images | None
+    z: Float[Array, "images out_height out_width outputs"]
 
 
 @dataclass(frozen=True)

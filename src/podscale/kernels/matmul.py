@@ -15,74 +15,87 @@ rings in shared memory. Each box has a barrier that says it is full and one that
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
-from podscale.kernels.blocking import BOX, HALF, ROWS, SCRATCH_BYTES, Blocking
-from podscale.kernels.matmul_body import Block, Refs, run_block
+from podscale.kernels.blocking import BOX, SCRATCH_BYTES, Blocking
+from podscale.kernels.matmul_body import Block, run_block
+from podscale.kernels.matmul_memory import Operands, Outputs, Ref, describe_outputs, describe_shared
 
-Array = jax.Array
+Rows: TypeAlias = Float[Array, "rows columns"]
+Interpreter: TypeAlias = object  # parameters of Pallas's interpreter for GPUs, whose class is not public yet
 
 
 class Finish(NamedTuple):
     """How the product becomes v.
 
     Attributes:
-        add: an array to add to the product, [rows, columns].
-        inputs: the array of inputs^T @ u, [rows, columns]; it may be the mask.
-        mask: where it is not above zero, v is zero, [rows, columns].
+        add: an array to add to the product.
+        inputs: the array of inputs^T @ u; it may be the mask.
+        mask: where it is not above zero, v is zero.
         others: arrays by which v is multiplied for the sums; without them the sums are those of v and of its squares.
     """
 
-    add: Array | None = None
-    inputs: Array | None = None
-    mask: Array | None = None
-    others: tuple[Array, ...] = ()
+    add: Rows | None = None
+    inputs: Rows | None = None
+    mask: Rows | None = None
+    others: tuple[Rows, ...] = ()
+
+
+class Result(NamedTuple):
+    """What `multiply` returns.
+
+    Attributes:
+        u: the left side; None if it is p itself or not stored.
+        v: the result.
+        sums: of the result, by group; None if the blocking has none.
+        weights: inputs^T @ u; None if the blocking has none.
+    """
+
+    u: Float[Array, "rows depth"] | None
+    v: Float[Array, "rows columns"]
+    sums: Float[Array, "sums groups columns"] | None
+    weights: Float[Array, "boxes box depth"] | None
 
 
 @partial(jax.jit, static_argnames=("blocking", "rectify", "interpret"))
 def multiply(
     blocking: Blocking,
-    left: tuple[Array, ...],
-    vectors: tuple[Array, ...],
-    kernel: Array,
+    left: tuple[Float[Array, "rows depth"], ...],
+    vectors: tuple[Float[Array, "groups depth"], ...],
+    kernel: Float[Array, "depth columns"],
     finish: Finish = Finish(),
     *,
     rectify: bool = False,
-    interpret: Any = None,
-) -> tuple[Array | None, Array, Array | None, Array | None]:
+    interpret: Interpreter | None = None,
+) -> Result:
     """Compute the product that the module describes.
 
     Args:
         blocking: how the product is divided.
-        left: p, or p and q, [rows, depth] each.
-        vectors: A and C, or A, C and B, [groups, depth] each; empty: u = p.
-        kernel: [depth, columns].
+        left: p, or p and q.
+        vectors: A and C, or A, C and B; empty: u = p.
+        kernel: the right side.
         finish: how the product becomes v.
         rectify: whether to rectify u.
         interpret: parameters of the interpreter, to run without a GPU.
-
-    Returns:
-        u, v, the sums [sums, groups, columns], and inputs^T @ u; None for u if it is p itself or not stored, and for
-        sums and gradient if the blocking has none.
     """
-    (_, depth), columns, dtype = left[0].shape, kernel.shape[1], left[0].dtype
-    extras, outputs = _name_extras(blocking, finish), _describe_outputs(blocking, left[0], columns)
-    boxed_vectors = [v.reshape(blocking.groups, blocking.steps, BOX) for v in vectors]
-    arrays = {f"left{i}": value for i, value in enumerate(left)} | {"kernel": kernel}
-    arrays |= {f"vector{i}": value for i, value in enumerate(boxed_vectors)} | extras
-    names = (*arrays, *outputs)
+    is_interpreted = interpret is not None
+    operands = _describe_operands(blocking, left, vectors, kernel, finish)
+    outputs = describe_outputs(blocking, left[0], kernel.shape[1])
+    shared = describe_shared(blocking, operands, is_interpreted=is_interpreted)
+    structure = jax.tree.structure((operands, outputs, shared))
 
-    def body(*refs: Any, **shared: Any) -> None:
-        run_block(Block(blocking, rectify, dict(zip(names, refs, strict=True)), shared, interpret is not None))
+    def body(*refs: Ref) -> None:
+        run_block(Block(blocking, rectify, is_interpreted, *jax.tree.unflatten(structure, refs)))
 
     results = plgpu.kernel(
         body,
-        out_type=tuple(outputs.values()),
-        scratch_types=_allocate_shared(blocking, len(vectors), len(left), list(extras), dtype, interpret is not None),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        scratch_types=tuple(jax.tree.leaves(shared)),
         grid=(blocking.groups * blocking.blocks,),
         grid_names=("block",),
         num_threads=3,
@@ -91,70 +104,37 @@ def multiply(
             reduction_scratch_bytes=SCRATCH_BYTES, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
         interpret=interpret,
-    )(*arrays.values())
-    named = dict(zip(outputs, results, strict=True))
-    sums = weights = None
-    if blocking.sums:
-        by_block = named["sums"].reshape(blocking.groups, blocking.blocks * 2, blocking.sums, columns)
+    )(*jax.tree.leaves(operands))
+    return _combine_blocks(blocking, jax.tree.unflatten(jax.tree.structure(outputs), results))
+
+
+def _describe_operands(
+    blocking: Blocking, left: tuple[Array, ...], vectors: tuple[Array, ...], kernel: Array, finish: Finish
+) -> Operands[Array]:
+    return Operands(
+        left=left,
+        kernel=kernel,
+        vectors=tuple(vector.reshape(blocking.groups, blocking.steps, BOX) for vector in vectors),
+        add=finish.add,
+        mask=finish.mask,
+        inputs=finish.inputs if blocking.kernel_gradient and finish.mask is None else None,
+        others=finish.others,
+    )
+
+
+def _combine_blocks(blocking: Blocking, outputs: Outputs[Array]) -> Result:
+    """Add up the parts of the blocks."""
+    columns, sums, weights = outputs.v.shape[1], None, None
+    if outputs.sums is not None:
+        by_block = outputs.sums.reshape(blocking.groups, blocking.blocks * 2, blocking.sums, columns)
         sums = by_block.sum(axis=1).swapaxes(0, 1)
-    if blocking.kernel_gradient:  # boxes of the columns come side by side
-        weights = named["weights"].sum(axis=(0, 1)).reshape(BOX, columns // BOX, depth).swapaxes(0, 1)
-    return named.get("u"), named["v"], sums, weights
+    if outputs.weights is not None:  # boxes of the columns come side by side
+        total = outputs.weights.sum(axis=(0, 1))
+        weights = total.reshape(BOX, columns // BOX, blocking.steps * BOX).swapaxes(0, 1)
+    return Result(outputs.u, outputs.v, sums, weights)
 
 
-def _name_extras(blocking: Blocking, finish: Finish) -> dict[str, Array]:
-    """Return the arrays that finish the product, by the names that the kernel has for them."""
-    inputs = finish.inputs if blocking.kernel_gradient and finish.mask is None else None
-    optional = {"add": finish.add, "mask": finish.mask, "input": inputs}
-    extras = {name: value for name, value in optional.items() if value is not None}
-    return extras | {f"other{i}": value for i, value in enumerate(finish.others)}
-
-
-def _describe_outputs(blocking: Blocking, left: Array, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return what the kernel writes to global memory, by name."""
-    (rows, depth), blocks = left.shape, blocking.groups * blocking.blocks
-    outputs = {"v": jax.ShapeDtypeStruct((rows, columns), left.dtype)}
-    if blocking.kernel_gradient:
-        outputs["weights"] = jax.ShapeDtypeStruct((blocks, 2, BOX, depth * columns // BOX), jnp.float32)
-    elif blocking.computes_left:
-        outputs["u"] = jax.ShapeDtypeStruct((rows, depth), left.dtype)
-    if blocking.sums:
-        outputs["sums"] = jax.ShapeDtypeStruct((blocks, 2, blocking.sums, columns // BOX, BOX), jnp.float32)
-    return outputs
-
-
-def _allocate_shared(
-    blocking: Blocking, vectors: int, lefts: int, extras: list[str], dtype: Any, interpreted: bool
-) -> Refs:
-    """Return the shared memory of a block: boxes as the matrix units need them, vectors, sums and barriers.
-
-    Memory is laid out in the sorted order of the names, so that another name may mean another program.
-    """
-    swizzled = (plgpu.TilingTransform((8, BOX)), plgpu.SwizzleTransform(2 * BOX))
-
-    def allocate_ring(name: str, number: int, arrays: list[str], *shape: int) -> Refs:
-        """Return boxes, each with a barrier that says it is full and one that says both warpgroups are done with it."""
-        boxes = {array: plgpu.SMEM((number, *shape), dtype, transforms=swizzled) for array in arrays}
-        full = plgpu.Barrier(num_arrivals=len(arrays), num_barriers=number)
-        return boxes | {f"{name}_full": full, f"{name}_free": plgpu.Barrier(num_arrivals=2, num_barriers=number)}
-
-    memory = allocate_ring("left", blocking.left_ring, [f"left{i}" for i in range(lefts)], ROWS, BOX)
-    memory |= allocate_ring("kernel", blocking.kernel_ring, ["kernel"], BOX, blocking.part)
-    memory |= allocate_ring("extra", blocking.extra_ring, extras, ROWS, BOX) if extras else {}
-    memory["result"] = plgpu.SMEM((2, blocking.result_ring, HALF, BOX), dtype, transforms=swizzled)
-    if blocking.computes_left:
-        memory["intermediate"] = plgpu.SMEM((2, blocking.left_boxes, HALF, BOX), dtype, transforms=swizzled)
-    if blocking.kernel_gradient and interpreted:
-        memory["transposed"] = plgpu.SMEM((2, BOX, HALF), dtype)
-    if vectors:
-        memory |= {f"vector{i}": plgpu.SMEM((blocking.steps, BOX), jnp.float32) for i in range(vectors)}
-        memory["vectors_full"] = plgpu.Barrier(num_arrivals=vectors, num_barriers=1)
-    if blocking.sums:
-        memory["sums"] = plgpu.SMEM((2, blocking.sums, blocking.parts * blocking.part // BOX, BOX), jnp.float32)
-    return memory
-
-
-def make_interpreter() -> Any:
+def make_interpreter() -> Interpreter:
     """Return parameters that make `multiply` run on a machine without such a GPU, slowly."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # not public in every version yet
 

@@ -1,19 +1,21 @@
 """Fused layers with 1x1 convolutions as one kernel forward and one backward: `fused.py` in terms of `matmul.py`."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from podscale.kernels.blocking import BLOCKS, ROWS, Product, choose_blocking
-from podscale.kernels.layer_spec import LayerSpec, OutputGradient
+from podscale.kernels.layer_spec import Affine, LayerSpec, OutputGradient, Residuals, Sums
 
-Array = jax.Array
-Arrays = tuple[Any, ...]
+if TYPE_CHECKING:
+    from podscale.kernels.matmul import Interpreter
 
 
-def can_use_kernel(spec: LayerSpec, x: Array, kernel: Array) -> bool:
+def can_use_kernel(
+    spec: LayerSpec, x: Float[Array, "*places inputs"], kernel: Float[Array, "height width inputs outputs"]
+) -> bool:
     """Return whether a layer is a matrix product that is large enough to keep a whole GPU busy."""
     is_product = kernel.shape[:2] == (1, 1) and spec.stride == 1 and spec.padding == 0
     is_large = spec.kernels.are_interpreted or x.size // x.shape[-1] >= BLOCKS * ROWS
@@ -21,8 +23,20 @@ def can_use_kernel(spec: LayerSpec, x: Array, kernel: Array) -> bool:
 
 
 def forward(
-    spec: LayerSpec, x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays, kernel: Array
-) -> Arrays | None:
+    spec: LayerSpec,
+    x: Float[Array, "images height width inputs"],
+    affine: Affine,
+    shortcut: Float[Array, "images height width inputs"] | None,
+    shortcut_affine: Affine,
+    kernel: Float[Array, "1 1 inputs outputs"],
+) -> (
+    tuple[
+        Float[Array, "images height width inputs"],
+        Float[Array, "images height width outputs"],
+        Float[Array, "2 groups outputs"] | None,
+    ]
+    | None
+):
     """Return what `spatial.forward` does; None where no blocking of the product fits shared memory."""
     depth, columns = kernel.shape[2:]
     left, vectors = [x], list(affine)
@@ -46,12 +60,20 @@ def forward(
 
 def backward(
     spec: LayerSpec,
-    residuals: Arrays,
-    affine: Arrays,
-    kernel: Array,
+    residuals: Residuals,
+    affine: Affine,
+    kernel: Float[Array, "1 1 inputs outputs"],
     gradient: OutputGradient,
-    dy: Array | None,
-) -> Arrays | None:
+    dy: Float[Array, "images height width inputs"] | None,
+) -> (
+    tuple[
+        Float[Array, "images height width inputs"],
+        Float[Array, "1 1 inputs outputs"] | None,
+        Sums,
+        Float[Array, "images height width outputs"] | None,
+    ]
+    | None
+):
     """Return what `spatial.backward` does, and a fourth value; None where no blocking of the product fits.
 
     Either the gradient by the kernel is computed here and the fourth value is None, or the gradient by the kernel is
@@ -92,7 +114,7 @@ def backward(
     return g.reshape(x.shape), dkernel, () if sums is None else tuple(sums), whole_dz
 
 
-def _make_interpreter(spec: LayerSpec) -> Any:
+def _make_interpreter(spec: LayerSpec) -> "Interpreter | None":
     from podscale.kernels import matmul
 
     return matmul.make_interpreter() if spec.kernels.are_interpreted else None

@@ -14,23 +14,26 @@ the forward pass does not use (as `fused.RawOutput.factor` does).
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Num, UInt8
 
 from podscale.kernels import reduction, reference, unpool
-from podscale.kernels.fused import Affine, RawOutput, make_raw_output, make_unit_factor
-from podscale.kernels.layer_spec import LayerSpec
+from podscale.kernels.fused import RawOutput, make_raw_output, make_unit_factor
+from podscale.kernels.layer_spec import FactorAndOffset, LayerSpec, Sums
 
-Array = jax.Array
+Blocks: TypeAlias = Float[Array, "images rows columns pixels"]  # of 2x2 pixels, 4 · channels
+Maxima: TypeAlias = Float[Array, "images rows columns channels"]
+Places: TypeAlias = UInt8[Array, "images rows columns channels"]
 PLACE_DTYPE = jnp.float8_e4m3fn  # only types of real numbers have gradients; this one has a byte
 
 
-def pool_reference(x: Array, affine: Affine) -> Array:
+def pool_reference(x: Blocks, affine: FactorAndOffset) -> Maxima:
     """Return what `normalize_and_pool` does, step by step."""
     images, rows, columns, channels = x.shape
     pixels = x.reshape(images, rows, columns, 2, 2, channels // 4).transpose(0, 1, 3, 2, 4, 5)
@@ -39,13 +42,13 @@ def pool_reference(x: Array, affine: Affine) -> Array:
 
 
 class Windows(NamedTuple):
-    """Zeros, [images, rows, columns, channels] each; what matters is what stands in the place of their gradients."""
+    """Zeros; what matters is what stands in the place of their gradients."""
 
-    gradient: Array  # the gradient by the maximum of each window
-    place: Array  # bits of 1 to 9: where it is; 0: the maximum is not above zero, and has no gradient
+    gradient: Maxima  # the gradient by the maximum of each window
+    place: Maxima  # bits of 1 to 9: where it is; 0: the maximum is not above zero, and has no gradient
 
 
-def make_raw_blocks(spec: LayerSpec, z: Array) -> tuple[RawOutput, Windows]:
+def make_raw_blocks(spec: LayerSpec, z: Blocks) -> tuple[RawOutput, Windows]:
     """Return a convolution's output, in blocks of 2x2 pixels, as a raw output for `normalize_and_pool`."""
     if not spec.output_sums:
         return make_raw_output(spec, z), _make_windows(z)
@@ -54,11 +57,17 @@ def make_raw_blocks(spec: LayerSpec, z: Array) -> tuple[RawOutput, Windows]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attach_sums(spec: LayerSpec, z: Array) -> tuple[Array, Array, Array, Windows]:
+def _attach_sums(
+    spec: LayerSpec, z: Blocks
+) -> tuple[Blocks, Float[Array, "2 groups pixels"], Float[Array, "groups pixels"], Windows]:
     return z, reduction.compute_sums(spec, z), make_unit_factor(spec.groups, z), _make_windows(z)
 
 
-def _attach_sums_backward(spec: LayerSpec, z: Array, cotangents: Any) -> tuple[Array]:
+def _attach_sums_backward(
+    spec: LayerSpec,
+    z: Blocks,
+    cotangents: tuple[Blocks, Float[Array, "2 groups pixels"], Float[Array, "groups pixels"], Windows],
+) -> tuple[Blocks]:
     _, dsums, factor, (dy, bits) = cotangents
     place = lax.bitcast_convert_type(bits, jnp.uint8)
     terms = factor, dsums[0], 2 * dsums[1]
@@ -70,36 +79,44 @@ def _attach_sums_backward(spec: LayerSpec, z: Array, cotangents: Any) -> tuple[A
 _attach_sums.defvjp(lambda spec, z: (_attach_sums(spec, z), z), _attach_sums_backward)
 
 
-def _make_windows(z: Array) -> Windows:
+def _make_windows(z: Blocks) -> Windows:
     shape = (*z.shape[:-1], z.shape[-1] // 4)
     return Windows(jnp.zeros(shape, z.dtype), jnp.zeros(shape, PLACE_DTYPE))
 
 
-def normalize_and_pool(spec: LayerSpec, x: RawOutput, windows: Windows, affine: Affine) -> Array:
+def normalize_and_pool(spec: LayerSpec, x: RawOutput, windows: Windows, affine: FactorAndOffset) -> Maxima:
     """Return the maxima of all windows of the normalized and rectified input.
 
     Args:
         spec: of the layer; its convolution is not used.
-        x: raw blocks of 2x2 pixels, [images, rows, columns, 4 · channels].
+        x: raw blocks of 2x2 pixels.
         windows: what `make_raw_blocks` returned with them.
-        affine: factor and offset that normalize, [groups, channels] each.
-
-    Returns:
-        [images, rows, columns, channels].
+        affine: factor and offset that normalize.
     """
     return _pool(spec, x.values, x.factor, windows, affine)
 
 
+class PoolResiduals(NamedTuple):
+    """What the gradient needs: where each window's maximum is, its value before normalization, and what normalizes."""
+
+    place: Places
+    raw_largest: Maxima
+    affine: FactorAndOffset
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pool(spec: LayerSpec, x: Array, x_factor: Array, windows: Windows, affine: Affine) -> Array:
+def _pool(
+    spec: LayerSpec, x: Blocks, x_factor: Float[Array, "groups pixels"], windows: Windows, affine: FactorAndOffset
+) -> Maxima:
     return _pool_forward(spec, x, x_factor, windows, affine)[0]
 
 
-def _pool_forward(spec: LayerSpec, x: Array, x_factor: Array, windows: Windows, affine: Affine) -> Any:
+def _pool_forward(
+    spec: LayerSpec, x: Blocks, x_factor: Float[Array, "groups pixels"], windows: Windows, affine: FactorAndOffset
+) -> tuple[Maxima, PoolResiduals]:
     images, rows, columns, channels = x.shape
     blocks = x.reshape(images, rows, columns, 2, 2, channels // 4)
     inner_row, inner_column = (jnp.arange(n) > 0 for n in (rows, columns))
-    largest: Any = None
     for k in range(9):
         down, right = divmod(k, 3)
         raw = blocks[:, :, :, (down + 1) % 2, (right + 1) % 2]
@@ -125,33 +142,34 @@ def _pool_forward(spec: LayerSpec, x: Array, x_factor: Array, windows: Windows, 
     place = jnp.where(largest > 0, place, jnp.uint8(0))
     # Compute all three now, or XLA keeps the eight maps of comparisons until the gradient needs the place.
     largest, place, raw_largest = lax.optimization_barrier((largest, place, raw_largest))
-    return largest, (place, raw_largest, affine)
+    return largest, PoolResiduals(place, raw_largest, affine)
 
 
-def _pool_backward(spec: LayerSpec, residuals: Any, dy: Array) -> Any:
+def _pool_backward(
+    spec: LayerSpec, residuals: PoolResiduals, dy: Maxima
+) -> tuple[None, Float[Array, "groups pixels"], Windows, Sums]:
     place, raw_largest, affine = residuals
     sums = reduction.sum_relu_gradient(spec, dy, raw_largest, place)
     return None, jnp.tile(affine[0], 4), Windows(dy, lax.bitcast_convert_type(place, PLACE_DTYPE)), (sums[1], sums[0])
 
 
-def _unpool(dy: Array, place: Array) -> Array:
+def _unpool(dy: Maxima, place: Places) -> Blocks:
     """Return the gradient by the blocks of pixels, from that by the windows and the place of each one's maximum."""
     images, rows, columns, channels = dy.shape
     # The places of a block's two rows (or columns) in the window that begins above the block, and in the next window.
     # The first of them lies in the first window only: 9 makes a place that no window has.
     places = np.array([[1, 2], [9, 0]])
-    total: Any = 0
+    terms = []
     for down, right in np.ndindex(2, 2):
         own_place = 1 + 3 * places[down][:, None, None] + places[right][:, None]
-        total = total + jnp.where(_shift(place, down, right) == own_place, _shift(dy, down, right), 0)
-    return total.reshape(images, rows, columns, 4 * channels)
+        terms.append(jnp.where(_shift(place, down, right) == own_place, _shift(dy, down, right), 0))
+    return jnp.reshape(sum(terms), (images, rows, columns, 4 * channels))
 
 
-def _shift(x: Array, down: int, right: int) -> Array:
-    """Return the windows `down` below and `right` of each, 0 past the border.
-
-    [images, rows, columns, channels] -> [images, rows, columns, 1, 1, channels]
-    """
+def _shift(
+    x: Num[Array, "images rows columns channels"], down: int, right: int
+) -> Num[Array, "images rows columns 1 1 channels"]:
+    """Return the windows `down` below and `right` of each, 0 past the border."""
     x = jnp.pad(x, ((0, 0), (0, down), (0, right), (0, 0)))
     return x[:, down:, right:, None, None]
 

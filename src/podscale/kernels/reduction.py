@@ -9,17 +9,20 @@ block of rows, so that threads exchange nothing before the end, and writes its s
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int, Num
 
 from podscale.kernels import reference
-from podscale.kernels.layer_spec import LayerSpec
+from podscale.kernels.layer_spec import Affine, Images, LayerSpec, Sums
 
-Array = jax.Array
-Arrays = tuple[Any, ...]
+Blocks: TypeAlias = tuple[Float[Array, "block_rows block_channels"], ...]
+Vectors: TypeAlias = tuple[Float[Array, "1 block_channels"], ...]
+# Takes blocks of the vectors, and of each array; returns blocks of the outputs, and terms of the sums.
+Compute: TypeAlias = Callable[..., tuple[Blocks, Blocks]]
 BLOCK = 4096  # elements of a program's block
 MULTIPROCESSORS = 132
 MAX_ELEMENTS = 2**31  # offsets are 32-bit integers
@@ -37,8 +40,8 @@ ONLY_SUMS = Tuning(warps=8, channels=128, programs=4 * MULTIPROCESSORS)
 WITH_OUTPUTS = Tuning(warps=4, channels=128, programs=8 * MULTIPROCESSORS)
 
 
-def compute_sums(spec: LayerSpec, z: Array) -> Array:
-    """Return the sums of the values and of their squares, by group and channel: [2, groups, channels]."""
+def compute_sums(spec: LayerSpec, z: Images) -> Float[Array, "2 groups channels"]:
+    """Return the sums of the values and of their squares, by group and channel."""
     if not can_use_kernel(spec, z):
         return reference.compute_sums(spec, z)
     _, sums = _map_and_sum(spec, lambda vectors, z: ((), (z, z * z)), (z,), (), terms=2)
@@ -46,8 +49,8 @@ def compute_sums(spec: LayerSpec, z: Array) -> Array:
 
 
 def backpropagate_relu(
-    spec: LayerSpec, dy: Array, x: Array, y: Array, shortcut: Array | None, affine: Arrays = ()
-) -> Arrays:
+    spec: LayerSpec, dy: Images, x: Images, y: Images, shortcut: Images | None, affine: Affine = ()
+) -> tuple[Images, Sums]:
     """Return the gradient by what was rectified to y, and its sums by group: alone, times x, times the shortcut.
 
     Args:
@@ -62,7 +65,7 @@ def backpropagate_relu(
         return reference.backpropagate_relu(spec, dy, x, y, shortcut)
     others = () if shortcut is None else (shortcut,)
 
-    def compute(vectors: Arrays, dy: Array, x: Array, *values: Array) -> tuple[Arrays, Arrays]:
+    def compute(vectors: Vectors, dy: Array, x: Array, *values: Array) -> tuple[Blocks, Blocks]:
         above = x * vectors[0] + vectors[1] if affine else values[-1]
         g = jnp.where(above > 0, dy, 0.0)
         return (g,), (g, g * x, *(g * value for value in values[: len(others)]))
@@ -72,19 +75,19 @@ def backpropagate_relu(
     return g, tuple(sums)
 
 
-def sum_relu_gradient(spec: LayerSpec, dy: Array, x: Array, y: Array) -> Arrays:
+def sum_relu_gradient(spec: LayerSpec, dy: Images, x: Images, y: Num[Array, "images height width channels"]) -> Sums:
     """Return the sums that `backpropagate_relu` does, of dy where y > 0 and of that times x, and no gradient."""
     if not can_use_kernel(spec, dy):
         return reference.backpropagate_relu(spec, dy, x, y, None)[1]
 
-    def compute(vectors: Arrays, dy: Array, x: Array, y: Array) -> tuple[Arrays, Arrays]:
+    def compute(vectors: Vectors, dy: Array, x: Array, y: Array) -> tuple[Blocks, Blocks]:
         g = jnp.where(y > 0, dy, 0.0)
         return (), (g, g * x)
 
     return tuple(_map_and_sum(spec, compute, (dy, x, y), (), terms=2)[1])
 
 
-def can_use_kernel(spec: LayerSpec, x: Array) -> bool:
+def can_use_kernel(spec: LayerSpec, x: Images) -> bool:
     """Return whether the rows and channels of an array can be divided into blocks."""
     rows, channels = x.size // x.shape[-1], x.shape[-1]
     is_divisible = (
@@ -96,20 +99,26 @@ def can_use_kernel(spec: LayerSpec, x: Array) -> bool:
 
 
 def _map_and_sum(
-    spec: LayerSpec, compute: Callable[..., Any], arrays: Arrays, vectors: Arrays, *, terms: int, outputs: int = 0
-) -> tuple[list[Array], Array]:
+    spec: LayerSpec,
+    compute: Compute,
+    arrays: tuple[Num[Array, "*places channels"], ...],
+    vectors: tuple[Float[Array, "groups channels"], ...],
+    *,
+    terms: int,
+    outputs: int = 0,
+) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} channels"]]:
     """Apply `compute` to blocks of the arrays, in float32.
 
     Args:
         spec: the layer.
         compute: (blocks of the vectors, *blocks of the arrays) -> (outputs, terms), all [rows, channels] or broadcast.
-        arrays: [..., channels] each, of one shape.
-        vectors: [groups, channels] each.
+        arrays: of one shape.
+        vectors: what belongs to a channel.
         terms: how many sums `compute` returns terms of.
         outputs: how many outputs it returns.
 
     Returns:
-        the outputs, like the arrays, and the sums of the terms: [terms, groups, channels].
+        the outputs, like the arrays, and the sums of the terms.
     """
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton
@@ -122,14 +131,14 @@ def _map_and_sum(
     blocks = math.ceil(group_rows / programs / block_rows)  # per program
     programs = math.ceil(group_rows / (blocks * block_rows))
 
-    def body(*refs: Any) -> None:
+    def body(*refs: jax.Ref) -> None:
         inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
         vector_refs, output_refs, sums_ref = refs[: len(vectors)], refs[len(vectors) : -1], refs[-1]
         group, program = pl.program_id(0), pl.program_id(1)
         column = pl.ds(pl.program_id(2) * columns, columns)
         by_channel = tuple(ref[group, column][None] for ref in vector_refs)
 
-        def add_block(i: Any, sums: Arrays) -> Arrays:
+        def add_block(i: Int[Array, ""], sums: Blocks) -> Blocks:
             first = group * group_rows + (program * blocks + i) * block_rows
             start = jnp.minimum(first, rows - block_rows)  # the last block of all overlaps the one before it
             row = start + lax.broadcasted_iota(jnp.int32, (block_rows, columns), 0)

@@ -4,19 +4,14 @@ Whatever belongs to a channel is [groups, channels], float32. Images keep their 
 image by image first: XLA then has no reason to transpose them in memory, which costs more than all else here.
 """
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Num
 
-from podscale.kernels.layer_spec import LayerSpec
-
-Array = jax.Array
-Arrays = tuple[Any, ...]
+from podscale.kernels.layer_spec import Affine, Images, LayerSpec, Sums, Vector
 
 
-def normalize_and_rectify(x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays) -> Array:
+def normalize_and_rectify(x: Images, affine: Affine, shortcut: Images | None, shortcut_affine: Affine) -> Images:
     """Return relu(x · a + b + shortcut), where the shortcut may have its own a and b; x itself without a and b."""
     if not affine:
         return x
@@ -26,7 +21,9 @@ def normalize_and_rectify(x: Array, affine: Arrays, shortcut: Array | None, shor
     return jnp.maximum(wide, 0).astype(x.dtype)
 
 
-def backpropagate_relu(spec: LayerSpec, dy: Array, x: Array, y: Array, shortcut: Array | None) -> Arrays:
+def backpropagate_relu(
+    spec: LayerSpec, dy: Images, x: Images, y: Num[Array, "images height width channels"], shortcut: Images | None
+) -> tuple[Images, Sums]:
     """Return the gradient by what was rectified to y, and its sums by group: alone, times x, times the shortcut."""
     g = jnp.where(y > 0, dy, 0)
     wide = _widen(g)
@@ -34,7 +31,9 @@ def backpropagate_relu(spec: LayerSpec, dy: Array, x: Array, y: Array, shortcut:
     return g, tuple(_sum_groups(spec, term) for term in terms)
 
 
-def convolve(spec: LayerSpec, y: Array, kernel: Array) -> Array:
+def convolve(
+    spec: LayerSpec, y: Float[Array, "images height width inputs"], kernel: Float[Array, "side side inputs outputs"]
+) -> Float[Array, "images out_height out_width outputs"]:
     """Return a square convolution without bias."""
     padding = (spec.padding, spec.padding)
     return lax.conv_general_dilated(
@@ -42,35 +41,33 @@ def convolve(spec: LayerSpec, y: Array, kernel: Array) -> Array:
     )
 
 
-def compute_sums(spec: LayerSpec, z: Array) -> Array:
-    """Return the sums of the values and of their squares, by group and channel: [2, groups, channels]."""
+def compute_sums(spec: LayerSpec, z: Images) -> Float[Array, "2 groups channels"]:
+    """Return the sums of the values and of their squares, by group and channel."""
     wide = _widen(z)
     return jnp.stack([_sum_groups(spec, wide), _sum_groups(spec, wide * wide)])
 
 
-def combine_gradient(dz: Array, z: Array, dz_terms: Arrays) -> Array:
+def combine_gradient(dz: Images, z: Images, dz_terms: tuple[Vector, Vector | None, Vector | None]) -> Images:
     """Return factor · dz + offset + slope · z, in the dtype of z."""
     factor, offset, slope = dz_terms
     wide = _widen(dz) * _broadcast_to_images(factor, dz)
-    if offset is not None:
+    if offset is not None and slope is not None:
         wide = wide + _broadcast_to_images(offset, dz) + _broadcast_to_images(slope, dz) * _widen(z)
     return wide.astype(z.dtype)
 
 
-def _scale(x: Array, affine: Arrays) -> Array:
+def _scale(x: Images, affine: tuple[Vector, Vector]) -> Images:
     factor, offset = affine
     return _widen(x) * _broadcast_to_images(factor, x) + _broadcast_to_images(offset, x)
 
 
-def _sum_groups(spec: LayerSpec, x: Array) -> Array:
-    """[images, height, width, channels] -> [groups, channels]"""
+def _sum_groups(spec: LayerSpec, x: Images) -> Vector:
     return x.sum(axis=(1, 2)).reshape(spec.groups, -1, x.shape[-1]).sum(axis=1)
 
 
-def _broadcast_to_images(channels: Array, x: Array) -> Array:
-    """[groups, channels] -> [images of x, 1, 1, channels]"""
+def _broadcast_to_images(channels: Vector, x: Images) -> Float[Array, "images 1 1 channels"]:
     return jnp.repeat(channels, x.shape[0] // channels.shape[0], axis=0)[:, None, None]
 
 
-def _widen(x: Array) -> Array:
+def _widen(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

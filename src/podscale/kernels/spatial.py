@@ -3,21 +3,26 @@
 This is also how 1x1 convolutions are computed where `pointwise.py` does not fit.
 """
 
-from typing import Any
-
 import jax
 from jax import lax
+from jaxtyping import Array, Float
 
 from podscale.kernels import reduction, reference
-from podscale.kernels.layer_spec import LayerSpec, OutputGradient
-
-Array = jax.Array
-Arrays = tuple[Any, ...]
+from podscale.kernels.layer_spec import Affine, LayerSpec, OutputGradient, Residuals, Sums
 
 
 def forward(
-    spec: LayerSpec, x: Array, affine: Arrays, shortcut: Array | None, shortcut_affine: Arrays, kernel: Array
-) -> Arrays:
+    spec: LayerSpec,
+    x: Float[Array, "images height width inputs"],
+    affine: Affine,
+    shortcut: Float[Array, "images height width inputs"] | None,
+    shortcut_affine: Affine,
+    kernel: Float[Array, "side side inputs outputs"],
+) -> tuple[
+    Float[Array, "images height width inputs"],
+    Float[Array, "images out_height out_width outputs"],
+    Float[Array, "2 groups outputs"] | None,
+]:
     """Return the rectified input, its convolution, and the sums of the convolution: [2, groups, channels] or None."""
     y = reference.normalize_and_rectify(x, affine, shortcut, shortcut_affine)
     if spec.kernels.are_pallas:
@@ -28,18 +33,18 @@ def forward(
 
 def backward(
     spec: LayerSpec,
-    residuals: Arrays,
-    affine: Arrays,
-    kernel: Array,
+    residuals: Residuals,
+    affine: Affine,
+    kernel: Float[Array, "side side inputs outputs"],
     gradient: OutputGradient,
-    dy: Array | None,
+    dy: Float[Array, "images height width inputs"] | None,
     has_shortcut: bool,
-) -> Arrays:
+) -> tuple[Float[Array, "images height width inputs"], Float[Array, "side side inputs outputs"], Sums]:
     """Return the gradients of a layer.
 
     Args:
         spec: the layer.
-        residuals: x, y, shortcut and z of the forward pass.
+        residuals: of the forward pass.
         affine: factor and offset of x; empty where the layer does not normalize.
         kernel: of the convolution.
         gradient: by the convolution's output z.

@@ -5,36 +5,41 @@ once.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, UInt8
 
 from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
 
-Array = jax.Array
 BLOCK = 2048  # elements of a program's block, for each of the four pixels
 CHANNELS = 64  # of a block at most
 WARPS = 4
 MAX_ELEMENTS = 2**31  # offsets are 32-bit integers
 
 
-def can_use_kernel(spec: LayerSpec, z: Array) -> bool:
+def can_use_kernel(spec: LayerSpec, z: Float[Array, "images rows columns pixels"]) -> bool:
     """Return whether the windows of an array of blocks can be divided among programs."""
     is_divisible = z.shape[-1] % (4 * 16) == 0 and z.shape[0] % spec.groups == 0
     return spec.kernels != REFERENCE and z.dtype == jnp.bfloat16 and is_divisible and z.size < MAX_ELEMENTS
 
 
-def unpool_and_combine(spec: LayerSpec, dy: Array, place: Array, z: Array, terms: tuple[Array, ...]) -> Array:
+def unpool_and_combine(
+    spec: LayerSpec,
+    dy: Float[Array, "images rows columns channels"],
+    place: UInt8[Array, "images rows columns channels"],
+    z: Float[Array, "images rows columns 4*channels"],
+    terms: tuple[Float[Array, "groups 4*channels"], ...],
+) -> Float[Array, "images rows columns 4*channels"]:
     """Return factor · d + offset + slope · z, where d is the gradient by the pixels, from that by the windows.
 
     Args:
         spec: the layer.
-        dy: the gradient by each window's maximum, [images, rows, columns, channels].
+        dy: the gradient by each window's maximum.
         place: where that is, 1 to 9, or 0: it has no gradient.
-        z: blocks of 2x2 pixels, [images, rows, columns, 4 · channels].
-        terms: factor, offset and slope, [groups, 4 · channels] each.
+        z: blocks of 2x2 pixels.
+        terms: factor, offset and slope.
     """
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton
@@ -45,7 +50,7 @@ def unpool_and_combine(spec: LayerSpec, dy: Array, place: Array, z: Array, terms
     group_size = total // spec.groups
     block = min(BLOCK // width, 1 << (group_size.bit_length() - 1))  # a power of two
 
-    def body(gradient_ref: Any, place_ref: Any, z_ref: Any, *refs: Any) -> None:
+    def body(gradient_ref: jax.Ref, place_ref: jax.Ref, z_ref: jax.Ref, *refs: jax.Ref) -> None:
         *term_refs, result_ref = refs
         group = pl.program_id(0)
         channel = pl.program_id(2) * width + lax.broadcasted_iota(jnp.int32, (1, width), 1)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from podscale.kernels import fused, pool
-from podscale.kernels.fused import Affine, RawOutput
-from podscale.kernels.layer_spec import Kernels, LayerSpec
+from podscale.kernels.fused import RawOutput
+from podscale.kernels.layer_spec import Affine, FactorAndOffset, Kernels, LayerSpec
 from podscale.models.resnet import Conv, ResNet, Stem, convolve_four_outputs, list_convolutions, max_pool
 from podscale.parallel.batch_norm import BatchNorm
 
@@ -88,7 +88,7 @@ class FusedChain:
         """Return a layer with the groups and kernels of this chain."""
         return LayerSpec(groups=self.groups, kernels=self.kernels, **fields)
 
-    def compute_affine(self, norm: BatchNorm, raw: RawOutput, pixels: int = 1) -> Affine:
+    def compute_affine(self, norm: BatchNorm, raw: RawOutput, pixels: int = 1) -> FactorAndOffset:
         """Return the factor and offset that normalize a raw output whose channels hold this many pixels."""
         channels = raw.values.shape[-1] // pixels
         rows = raw.values.size // (channels * self.groups)
