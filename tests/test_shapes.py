@@ -1,4 +1,4 @@
-"""The shapes that signatures state hold in every training step: jaxtyping's annotations, checked by beartype."""
+"""The shapes that signatures state hold in training steps and kernels: jaxtyping's annotations, checked by beartype."""
 
 import subprocess
 import sys
@@ -10,23 +10,37 @@ PROGRAM = Path(__file__).parent / "support" / "checked_shapes.py"
 
 
 @pytest.mark.heavy
-def test_steps_have_the_shapes_that_their_signatures_state():
+def test_steps_and_kernels_have_the_shapes_that_their_signatures_state():
     """In a process of its own, because modules are checked as they are imported."""
     result = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.split() == ["checked", "torus4", "checked", "xla", "checked", "sharded"]
+    steps = ["torus4", "xla", "sharded", "joint-muon", "rmsprop", "lars-optax", "lars-scaled"]
+    assert result.stdout.split() == [*steps, "plain", "interpret"]
+
+
+WRONG_CALLS = {
+    "picks": """
+from podscale.parallel.inputs import crop_picks
+crop_picks(jnp.zeros((2, 8, 8, 3), jnp.uint8), jnp.zeros((5, 3), jnp.int32), 8)""",
+    "kernels": """
+from podscale.optim.newton_schulz import orthogonalize_jointly
+orthogonalize_jointly([jnp.zeros(3)], 3)""",
+    "affine": """
+from podscale.kernels.reference import normalize_and_rectify
+normalize_and_rectify(jnp.zeros((2, 4, 4, 8)), (jnp.zeros((1, 8)), jnp.zeros((1, 4))), None, ())""",
+}
 
 
 @pytest.mark.heavy
-def test_a_wrong_shape_is_found():
-    program = """
+@pytest.mark.parametrize("culprit", WRONG_CALLS)
+def test_a_wrong_shape_is_found(culprit):
+    program = f"""
 from jaxtyping import install_import_hook
-with install_import_hook(["podscale.parallel"], "beartype.beartype"):
-    from podscale.parallel.inputs import crop_picks
 import jax.numpy as jnp
-crop_picks(jnp.zeros((2, 8, 8, 3), jnp.uint8), jnp.zeros((5, 3), jnp.int32), 8)
+with install_import_hook(["podscale.parallel", "podscale.optim", "podscale.kernels"], "beartype.beartype"):
+    {"    ".join(WRONG_CALLS[culprit].strip().splitlines(keepends=True))}
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode != 0
-    assert "picks" in result.stderr
+    assert f"'{culprit}'" in result.stderr
     assert "jaxtyping.TypeCheckError" in result.stderr

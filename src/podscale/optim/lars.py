@@ -17,6 +17,8 @@ Parameters whose last name is in `optimizer.skip` (biases and batch-norm scales)
 ratio: they have the plain learning rate, with momentum.
 """
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,6 +27,9 @@ from jaxtyping import Array, Float, PyTree
 from podscale.optim.norms import Norms
 from podscale.optim.parameter_groups import make_mask, mask_skipped
 from podscale.recipe import Optimizer
+
+Weights: TypeAlias = Float[Array, "*shape"]
+Norm: TypeAlias = Float[Array, ""]
 
 
 def make_lars(settings: Optimizer, learning_rate: optax.ScalarOrSchedule, norms: Norms) -> optax.GradientTransformation:
@@ -55,7 +60,7 @@ def _scale_gradient_by_trust(settings: Optimizer, norms: Norms) -> optax.Gradien
     """Replace g by trust·(g + βw)."""
 
     def update(gradients: PyTree, params: PyTree) -> PyTree:
-        def scale(adapt: bool, g: jax.Array, w: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+        def scale(adapt: bool, g: Weights, w: Weights, g_norm: Norm, w_norm: Norm) -> Weights:
             if not adapt:
                 return g
             return (g + settings.weight_decay * w) * _compute_trust(settings, g_norm, w_norm).astype(g.dtype)
@@ -73,7 +78,7 @@ def _scale_momentum_by_trust(settings: Optimizer, norms: Norms) -> optax.Gradien
     momentum = optax.trace(settings.momentum)
 
     def update(gradients: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
-        def scale(adapt: bool, m: jax.Array, g_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+        def scale(adapt: bool, m: Weights, g_norm: Norm, w_norm: Norm) -> Weights:
             return m * _compute_trust(settings, g_norm, w_norm).astype(m.dtype) if adapt else m
 
         momenta, state = momentum.update(gradients, state, params)
@@ -82,7 +87,7 @@ def _scale_momentum_by_trust(settings: Optimizer, norms: Norms) -> optax.Gradien
     return optax.GradientTransformation(momentum.init, update)
 
 
-def _compute_trust(settings: Optimizer, g_norm: Float[Array, ""], w_norm: Float[Array, ""]) -> Float[Array, ""]:
+def _compute_trust(settings: Optimizer, g_norm: Norm, w_norm: Norm) -> Norm:
     """Return the trust ratio of `mlperf` and `scaled`; 1 where a norm is 0, or the parameter would never move."""
     is_zero = (g_norm == 0) | (w_norm == 0)
     denominator = jnp.where(is_zero, 1, g_norm + settings.weight_decay * w_norm + settings.epsilon)
@@ -96,7 +101,7 @@ def _scale_update_by_trust(settings: Optimizer, norms: Norms) -> optax.GradientT
     """Replace u by trust·u, with trust = η‖w‖/(‖u‖ + ε)."""
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
-        def scale(u: jax.Array, u_norm: jax.Array, w_norm: jax.Array) -> jax.Array:
+        def scale(u: Weights, u_norm: Norm, w_norm: Norm) -> Weights:
             is_zero = (u_norm == 0) | (w_norm == 0)
             trust = settings.trust * w_norm / jnp.where(is_zero, 1, u_norm + settings.epsilon)
             return u * jnp.where(is_zero, 1, trust).astype(u.dtype)

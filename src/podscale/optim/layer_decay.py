@@ -5,11 +5,10 @@ arXiv 2003.10555, section 3.2). Layers are those of the model's list `layers`; o
 before the head, counts with the layer after it.
 """
 
-from typing import Any
-
 import jax
 import optax
 from jax.tree_util import keystr
+from jaxtyping import PyTree
 
 from podscale.errors import UserError
 
@@ -17,14 +16,14 @@ from podscale.errors import UserError
 def scale_by_layer(decay: float) -> optax.GradientTransformation:
     """Return a transformation that scales the updates of each layer, which is to scale its learning rate."""
 
-    def update(updates: Any, params: Any) -> Any:
+    def update(updates: PyTree, params: PyTree) -> PyTree:
         factors = compute_layer_factors(updates, decay)
         return jax.tree.map(lambda u, factor: u * factor, updates, factors)
 
     return optax.stateless(update)
 
 
-def compute_layer_factors(params: Any, decay: float) -> Any:
+def compute_layer_factors(params: PyTree, decay: float) -> PyTree:
     """Return a tree like `params` with the factor of each parameter's learning rate.
 
     Raises:

@@ -19,16 +19,20 @@ shape (optax). Both have the same state, so that checkpoints of either are the s
 
 import math
 from dataclasses import replace
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from podscale.optim.newton_schulz import can_orthogonalize_jointly, orthogonalize_jointly
 from podscale.optim.norms import compute_norm, compute_norm_unflattened
 from podscale.optim.sgd import make_sgd
 from podscale.recipe import Optimizer
+
+Kernel: TypeAlias = Float[Array, "height width inputs outputs"]
+Stacks: TypeAlias = dict[str, Float[Array, "kernels height width inputs outputs"]]  # by shape
 
 
 def make_muon(
@@ -105,21 +109,21 @@ def _describe_as_matrices(params: PyTree) -> PyTree:
     return jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers((1, 2, 3), 4), params)
 
 
-def _stack_by_shape(tree: PyTree) -> dict[str, jax.Array]:
+def _stack_by_shape(tree: PyTree) -> Stacks:
     """Return one stack of arrays per shape: several small matrices at once keep a GPU busier."""
-    by_shape: dict[str, list[jax.Array]] = {}
+    by_shape: dict[str, list[Float[Array, "*shape"]]] = {}
     for leaf in jax.tree.leaves(tree):
         by_shape.setdefault(_format_shape(leaf), []).append(leaf)
     return {name: jnp.stack(leaves) for name, leaves in by_shape.items()}
 
 
-def _unstack(stacks: dict[str, jax.Array], like: PyTree) -> PyTree:
+def _unstack(stacks: Stacks, like: PyTree) -> PyTree:
     """Return the arrays of stacks as a tree like the one that `_stack_by_shape` stacked."""
     rows = {name: iter(arrays) for name, arrays in stacks.items()}
     return jax.tree.map(lambda leaf: next(rows[_format_shape(leaf)]), like)
 
 
-def _format_shape(array: jax.Array) -> str:
+def _format_shape(array: Float[Array, "..."]) -> str:
     """Return a shape as a key of the optimizer's state, such as "3x3x64x64"; checkpoints hold these keys."""
     return "x".join(map(str, array.shape))
 
@@ -131,7 +135,7 @@ def _scale_to_weight_norm(settings: Optimizer) -> optax.GradientTransformation:
     """Replace u by η‖w‖/‖u‖·u."""
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
-        def scale(u: jax.Array, w: jax.Array) -> jax.Array:
+        def scale(u: Kernel, w: Kernel) -> Kernel:
             return u * (settings.trust * compute_norm(w) / jnp.maximum(compute_norm(u), 1e-12)).astype(u.dtype)
 
         return jax.tree.map(scale, updates, params)
@@ -143,7 +147,7 @@ def _renormalize() -> optax.GradientTransformation:
     """Replace u by the update that leads from w to √outputs/‖w‖·w + u."""
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
-        def add_correction(u: jax.Array, w: jax.Array) -> jax.Array:
+        def add_correction(u: Kernel, w: Kernel) -> Kernel:
             return u + w * (math.sqrt(w.shape[-1]) / jnp.maximum(compute_norm_unflattened(w), 1e-12) - 1).astype(
                 w.dtype
             )

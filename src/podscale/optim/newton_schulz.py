@@ -13,9 +13,9 @@ reference implementation.
 import math
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c; optax has the same
 MAX_SIDE = 256  # largest Gram matrix that others are padded to; larger networks were not timed
@@ -31,8 +31,10 @@ def can_orthogonalize_jointly(shapes: list[tuple[int, ...]], precision: str) -> 
     return precision == "bfloat16" and bool(shapes) and max(map(_measure_side, shapes)) <= MAX_SIDE
 
 
-def orthogonalize_jointly(kernels: list[jax.Array], steps: int) -> list[jax.Array]:
-    """Return every kernel [..., outputs], as a matrix, after Newton-Schulz iterations from its Frobenius norm 1.
+def orthogonalize_jointly(
+    kernels: list[Float[Array, "*height_width inputs outputs"]], steps: int
+) -> list[Float[Array, "*height_width inputs outputs"]]:
+    """Return every kernel, as a matrix [inputs, outputs], after Newton-Schulz iterations from its Frobenius norm 1.
 
     The more steps, the closer all singular values come to 1; singular vectors stay. Kernels are rounded to bfloat16
     first; the iterations on A are in float32.
@@ -59,16 +61,16 @@ def _measure_side(shape: tuple[int, ...]) -> int:
     return min(math.prod(shape[:-1]), shape[-1])
 
 
-def _compute_gram(matrix: jax.Array, side: int) -> jax.Array:
-    """Return the product of a matrix with itself over its longer axis, padded with zeros to [side, side]."""
+def _compute_gram(matrix: Float[Array, "inputs outputs"], side: int) -> Float[Array, "{side} {side}"]:
+    """Return the product of a matrix with itself over its longer axis, padded with zeros."""
     longer = 0 if matrix.shape[0] >= matrix.shape[1] else 1
     gram = lax.dot_general(matrix, matrix, (((longer,), (longer,)), ((), ())), preferred_element_type=jnp.float32)
     missing = side - gram.shape[0]
     return jnp.pad(gram, (0, missing)) if missing else gram
 
 
-def _compute_factors(grams: jax.Array, steps: int) -> jax.Array:
-    """Return what the iterations multiply each matrix by, its norm included: [matrices, side, side], symmetric."""
+def _compute_factors(grams: Float[Array, "kernels side side"], steps: int) -> Float[Array, "kernels side side"]:
+    """Return what the iterations multiply each matrix by, its norm included; symmetric."""
     a, b, c = COEFFICIENTS
     identity = jnp.eye(grams.shape[-1], dtype=grams.dtype)
     matmul = partial(jnp.matmul, precision=None if steps <= LOW_PRECISION_STEPS else lax.Precision.HIGHEST)
@@ -82,7 +84,9 @@ def _compute_factors(grams: jax.Array, steps: int) -> jax.Array:
     return product
 
 
-def _multiply(matrix: jax.Array, factor: jax.Array) -> jax.Array:
+def _multiply(
+    matrix: Float[Array, "inputs outputs"], factor: Float[Array, "side side"]
+) -> Float[Array, "inputs outputs"]:
     """Return the matrix times a symmetric factor, from the side where it fits."""
     wide = matrix.astype(factor.dtype)
     return wide @ factor if matrix.shape[0] >= matrix.shape[1] else factor @ wide

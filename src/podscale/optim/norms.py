@@ -44,8 +44,8 @@ def compute_norms(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, [jnp.sqrt(square) for square in squares])
 
 
-def _sum_squares(x: jax.Array) -> jax.Array:
-    """[..., columns] -> [columns]; a number counts as one column."""
+def _sum_squares(x: Float[Array, "..."]) -> Float[Array, "columns"]:
+    """Return the sum of squares of each column, the last axis; a number counts as one column."""
     wide = jnp.atleast_1d(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
     return jnp.square(wide).sum(axis=tuple(range(wide.ndim - 1)))
 

@@ -6,11 +6,10 @@ Biases, the head and the first layer may have learning rates of their own (`sche
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import optax
-from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
+from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_map_with_path
 from jaxtyping import PyTree
 
 from podscale.errors import UserError
@@ -64,7 +63,7 @@ def count_stem_updates(recipe: Recipe, steps: int) -> int:
 def label_groups(settings: Optimizer, groups: set[str], stem: str, head: str, params: PyTree) -> PyTree:
     """Return a tree like `params` that holds the group of each parameter, one of `groups`."""
 
-    def label(path: tuple[Any, ...], _: Any) -> str:
+    def label(path: KeyPath, _: object) -> str:
         name = keystr(path, simple=True, separator=".")
         suffix = STEM_SUFFIX if name.startswith(f"{stem}.") and DEFAULT + STEM_SUFFIX in groups else ""
         if _get_last_name(path) in settings.skip and BIAS in groups:
@@ -100,7 +99,7 @@ def mask_skipped(params: PyTree, skip: tuple[str, ...]) -> PyTree:
     return tree_map_with_path(lambda path, _: _get_last_name(path) not in skip, params)
 
 
-def _get_last_name(path: tuple[Any, ...]) -> str:
+def _get_last_name(path: KeyPath) -> str:
     if path and path[-1] == GetAttrKey("value"):  # the array inside a flax Variable, whose name comes before it
         path = path[:-1]
     return keystr(path[-1:], simple=True)

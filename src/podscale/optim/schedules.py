@@ -5,11 +5,11 @@ sections 2.1 and 2.2.
 """
 
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from podscale.recipe import Recipe
 
@@ -35,7 +35,7 @@ def make_schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.S
     warmup = settings.warmup_epochs * steps_per_epoch
     milestones = jnp.asarray([epoch * steps_per_epoch for epoch in settings.milestones], float)
 
-    def decay(step: jax.Array) -> jax.Array:
+    def decay(step: Float[Array, ""]) -> Float[Array, ""]:
         remaining = 1 - jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
         match settings.decay:
             case "polynomial":
@@ -47,8 +47,8 @@ def make_schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.S
             case "constant":
                 return jnp.full_like(step, peak)
 
-    def schedule(step: Any) -> jax.Array:
-        step = jnp.asarray(step, float)  # float32, or float64 in JAX's 64-bit mode
-        return jnp.where(step < warmup, peak * step / max(warmup, 1), decay(step))
+    def schedule(step: ArrayLike) -> Float[Array, ""]:
+        now = jnp.asarray(step, float)  # float32, or float64 in JAX's 64-bit mode
+        return jnp.where(now < warmup, peak * now / max(warmup, 1), decay(now))
 
     return schedule
