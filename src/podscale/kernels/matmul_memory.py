@@ -84,7 +84,7 @@ class Ring:
     Attributes:
         free: says for each slot that both computing warpgroups are done with it.
         full: says for each slot that all its boxes are loaded.
-        slots: boxes of an array that there is room for.
+        slots: boxes of each array that the ring holds.
     """
 
     free: Ref
@@ -121,7 +121,7 @@ class Shared:
         intermediate: the left side that was computed.
         result: boxes on their way to global memory.
         sums: each warpgroup's part.
-        transposed: room for a transposed box; in the interpreter only.
+        transposed: a transposed box; in the interpreter only.
         vectors: whole.
         vectors_full: says that the vectors are loaded.
     """
