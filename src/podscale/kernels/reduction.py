@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Num
 from podscale.kernels import reference
 from podscale.kernels.layer_spec import Affine, Images, LayerSpec, Sums
 
+Arrays: TypeAlias = tuple[Num[Array, "*places channels"], ...]
 Blocks: TypeAlias = tuple[Float[Array, "block_rows block_channels"], ...]
 Vectors: TypeAlias = tuple[Float[Array, "1 block_channels"], ...]
 # Takes blocks of the vectors, and of each array; returns blocks of the outputs, and terms of the sums.
@@ -99,13 +100,7 @@ def can_use_kernel(spec: LayerSpec, x: Images) -> bool:
 
 
 def _map_and_sum(
-    spec: LayerSpec,
-    compute: Compute,
-    arrays: tuple[Num[Array, "*places channels"], ...],
-    vectors: tuple[Float[Array, "groups channels"], ...],
-    *,
-    terms: int,
-    outputs: int = 0,
+    spec: LayerSpec, compute: Compute, arrays: Arrays, vectors: Sums, *, terms: int, outputs: int = 0
 ) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} channels"]]:
     """Apply `compute` to blocks of the arrays, in float32.
 

@@ -5,6 +5,7 @@ once.
 """
 
 import math
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jaxtyping import Array, Float, UInt8
 
 from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
 
+Maxima: TypeAlias = Float[Array, "images rows columns channels"]
+Places: TypeAlias = UInt8[Array, "images rows columns channels"]
+Blocks: TypeAlias = Float[Array, "images rows columns 4*channels"]  # of 2x2 pixels
 BLOCK = 2048  # elements of a program's block, for each of the four pixels
 CHANNELS = 64  # of a block at most
 WARPS = 4
@@ -26,12 +30,8 @@ def can_use_kernel(spec: LayerSpec, z: Float[Array, "images rows columns pixels"
 
 
 def unpool_and_combine(
-    spec: LayerSpec,
-    dy: Float[Array, "images rows columns channels"],
-    place: UInt8[Array, "images rows columns channels"],
-    z: Float[Array, "images rows columns 4*channels"],
-    terms: tuple[Float[Array, "groups 4*channels"], ...],
-) -> Float[Array, "images rows columns 4*channels"]:
+    spec: LayerSpec, dy: Maxima, place: Places, z: Blocks, terms: tuple[Float[Array, "groups 4*channels"], ...]
+) -> Blocks:
     """Return factor · d + offset + slope · z, where d is the gradient by the pixels, from that by the windows.
 
     Args:
