@@ -220,7 +220,7 @@ def test_micro_batches_have_whole_groups_even_if_memory_is_short():
 def test_a_plan_describes_itself():
     plan = make_plan(load_recipe("digits"), Pod("v3", 2, 2, 2, hosts=1), COUNTS, Options(micro_batches=2))
     rows = dict(plan.rows())
-    assert rows["batch"] == "128 images, 16 a device in 2 micro-batches of 8"
+    assert rows["batch"] == "128 images, 16 per device in 2 micro-batches of 8"
     assert rows["batch norm"] == "groups of 64 over tiles of 2x2 chips x 2 cores"
     assert plan.to_dict()["tile"] == [2, 2]
     assert plan.to_dict()["pod"]["devices"] == 8

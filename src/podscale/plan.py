@@ -204,12 +204,12 @@ class Plan:
             ("model", f"{self.recipe.model.name}, {self.recipe.data.image_size} px, {self.recipe.model.precision}"),
             *([("frozen", ", ".join(self.recipe.model.freeze))] if self.recipe.model.freeze else []),
             ("pod", f"{p.kind}, {p.shape} torus{cores}{hosts}"),
-            ("batch", f"{b.size:,} images, {self.images_per_device} a device{parts}"),
+            ("batch", f"{b.size:,} images, {self.images_per_device} per device{parts}"),
             ("batch norm", norm),
             ("summation", f"{self.options.summation}, {self.options.payload} payload"),
-            ("input", f"{lanes} lane{'s' * (lanes > 1)}, {count_lanes_per_host(self)} a host{resident}"),
-            ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} an epoch), {self.steps_per_call} a call"),
-            ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB a device{excess}"),
+            ("input", f"{lanes} lane{'s' * (lanes > 1)}, {count_lanes_per_host(self)} per host{resident}"),
+            ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} per epoch), {self.steps_per_call} per call"),
+            ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB per device{excess}"),
         ]
 
     def to_dict(self) -> dict[str, Any]:

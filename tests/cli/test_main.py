@@ -330,7 +330,7 @@ MISTAKES = [
     (("data", "prepare", ".", "to", "--source", "npz"), "invalid choice: 'npz'"),
     (("data", "prepare", "nowhere"), "DST"),
     (("data", "prepare", "nowhere", "to"), "there is no folder nowhere"),
-    (("data", "prepare", ".", "."), "holds no images of classes; it must hold train/CLASS/FILE"),
+    (("data", "prepare", ".", "."), "holds no class folders with images; it must hold train/CLASS/FILE"),
     (("data", "prepare", ".", ".", "--source", "tar"), "is the source itself"),
     (("data", "prepare", ".", "to", "--source", "tar"), "is inside of"),
     (("data", "prepare", ".", "to", "--longest", "many"), "--longest"),

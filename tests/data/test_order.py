@@ -90,7 +90,7 @@ def test_orders_compare_by_their_fields():
     [
         (
             (999, 2, 8, 0),
-            "data.lanes 2 leaves fewer than 500 of 999 images a lane; the most that fits batch.size 8 is 1",
+            "data.lanes 2 leaves fewer than 500 of 999 images per lane; the most that fits batch.size 8 is 1",
         ),
         ((10_000, 8, 12, 0), "data.lanes 8 does not divide batch.size 12; nearest that do: 6, 12"),
         ((0, 1, 8, 0), "there are no training images to order; check data.path"),

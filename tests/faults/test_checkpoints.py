@@ -235,7 +235,7 @@ def test_a_run_that_ends_on_a_full_disk_prints_its_result(small_disk, capfd, mon
     assert main.main([*command, "--train.epochs", "2", "--allow-changed", "recipe"]) == 2
     out, err = capfd.readouterr()
     assert json.loads(out)["steps"] == 23
-    assert "could not take the last checkpoint in 2100 s: No space left on device; free space" in err
+    assert "did not accept the last checkpoint for 2100 s: No space left on device; free space" in err
     assert "Traceback" not in err
 
 
@@ -274,7 +274,7 @@ def test_waiting_for_a_full_disk_ends(monkeypatch, stop_requests, waited_s, expe
     )
     problem = "No space left on device"
     checkpoints = SimpleNamespace(wait=lambda: None, is_saved=lambda step: False, newest=lambda: 12, problem=problem)
-    message = rf"^run could not take the last checkpoint in {waited_s} s: No space left on device; .* after step 12$"
+    message = rf"^run did not accept the last checkpoint for {waited_s} s: No space left on device; .* after step 12$"
     with pytest.raises(UserError, match=message):
         last_checkpoint.save_last(lambda: tries.append(1), 34, checkpoints, events, iter(stop_requests))
     assert len(tries) == expected_tries

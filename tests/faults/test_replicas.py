@@ -44,7 +44,7 @@ def test_the_device_that_differs_is_named(mesh, bit, number):
     device = mesh.devices.flat[number]
     damaged = [flip_bit(arrays[0], device, bit), arrays[1]]
     replicas.check(19, damaged)  # not due
-    with pytest.raises(ReplicaMismatchError, match=f"at step 20 what {device} holds differs from the rest"):
+    with pytest.raises(ReplicaMismatchError, match=f"at step 20 the state of {device} differs from the other devices"):
         replicas.check(20, damaged)
     with pytest.raises(ReplicaMismatchError):
         replicas.check(21, damaged, now=True)
@@ -97,7 +97,7 @@ def test_a_run_rolls_back_to_its_checkpoint_and_ends_bit_identical(recipe, tmp_p
     inject_bit_flips(monkeypatch, at=17, times=1)
     loop.train(recipe, pod=torus, options=options, folder=tmp_path / "damaged", console=Console(width=300))
     output = capsys.readouterr().out
-    assert "differs from the rest; rolling back to the last checkpoint" in output
+    assert "differs from the other devices; rolling back to the last checkpoint" in output
     assert "resuming after step 12" in output
     assert read_losses(tmp_path / "damaged") == read_losses(tmp_path / "whole")
 

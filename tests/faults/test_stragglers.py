@@ -148,7 +148,7 @@ def test_slow_input_is_named_within_20_steps(tmp_path):
     others = read_stragglers(tmp_path, process=0) + read_stragglers(tmp_path, process=2)
     assert not [line for line in others if line["part"] == "input"]
     assert "warning: process 1 on " in outputs[0][1]
-    assert "a call for its images" in outputs[0][1]
+    assert "per call for its images" in outputs[0][1]
 
 
 @pytest.mark.slow

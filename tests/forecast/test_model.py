@@ -131,7 +131,7 @@ def test_parts_make_up_the_step_and_steps_the_training():
     assert sum(result.parts.values()) == pytest.approx(result.step_s)
     assert result.train_s == pytest.approx(result.plan.steps * result.step_s + 18 * result.eval_s)
     assert result.epoch_s == pytest.approx(IMAGENET.train / result.images_per_s)
-    assert dict(model.format_rows(result))["limited by"] == "compute (16 images a device)"
+    assert dict(model.format_rows(result))["limited by"] == "compute (16 images per device)"
 
 
 def test_batch_norm_sends_messages_only_where_groups_span_devices():

@@ -192,7 +192,7 @@ def test_a_launcher_without_a_coordinator_is_reported_in_one_sentence():
         timeout=TIMEOUT_S,
     )
     assert process.returncode == 2
-    assert process.stderr.startswith("podscale: Open MPI does not tell where its first process is")
+    assert process.stderr.startswith("podscale: Open MPI does not say where its first process is")
     assert "Traceback" not in process.stderr
 
 

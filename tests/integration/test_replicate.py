@@ -53,4 +53,4 @@ def test_arrays_of_two_processes_are_compared_by_checksum():
         result = json.loads(out.splitlines()[-1])
         assert (result["devices"], result["copies"], result["same"], result["step"]) == (4, 2, True, 7)
         assert 0 < result["sent"] <= 12  # a checksum for each of three arrays, not their 200,000 bytes
-        assert result["refused"].startswith("process 1 has come to other numbers than the first")
+        assert result["refused"].startswith("process 1 computed other numbers than the first")

@@ -225,7 +225,7 @@ def test_a_table_that_cannot_be_written_is_reported_in_one_sentence(finished_stu
     monkeypatch.setattr(run_module, "write_atomically", raise_disk_full)
     with (folder / "fourth").open("w") as log, pytest.raises(UserError) as error:
         run_module.run_study(study, folder / "runs", pod, Options(), Console(file=log))
-    message = f"cannot write the table in {folder / 'runs'}: No space left on device; the same command goes on"
+    message = f"cannot write the table in {folder / 'runs'}: No space left on device; the same command continues"
     assert str(error.value) == message
 
 

@@ -122,9 +122,9 @@ def _check_arguments(images: int, feed: float, threads: int) -> None:
     if images < 1:
         raise UserError(f"--images must be at least 1, not {images}")
     if not 0 <= feed < math.inf:
-        raise UserError(f"--feed must be a number of images a second, not {feed}")
+        raise UserError(f"--feed must be a number of images per second, not {feed}")
     if not 0 <= threads <= 1024:
-        raise UserError(f"--threads must be 1 to 1024, or 0 for one a core, not {threads}")
+        raise UserError(f"--threads must be 1 to 1024, or 0 for one per core, not {threads}")
 
 
 def _make_plan(recipe: Recipe, pod: Pod, samples: int, images: int) -> Plan:

@@ -191,7 +191,7 @@ def tile_jpeg(data: bytes, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
     if native is None or select_decoder() != "native":
         raise ValueError("there is no native decoder")
     if not data.startswith(b"\xff\xd8"):
-        raise ValueError("it is no JPEG")
+        raise ValueError("it is not a JPEG")
     return native.tile(data, max_bytes)
 
 
@@ -311,7 +311,7 @@ def _parse_ppm_header(start: bytes, max_bytes: int) -> tuple[int, int, int]:
     """Return width, height, and the offset of the pixels."""
     header = _PPM_HEADER.match(start[:PPM_HEADER_BYTES])
     if header is None:
-        raise ValueError("its header is not that of a PPM file of 8 bits a channel")
+        raise ValueError("its header is not that of a PPM file of 8 bits per channel")
     width, height = int(header[1]), int(header[2])
     check_memory(width, height, BYTES_PER_PIXEL, max_bytes)
     return width, height, header.end()

@@ -97,7 +97,7 @@ def check_lanes(samples: int, lanes: int, batch: int) -> None:
     if lanes > most:
         largest = max(d for d in list_divisors(batch) if d <= most)
         raise UserError(
-            f"data.lanes {lanes} leaves fewer than {MIN_SAMPLES_PER_LANE} of {samples} images a lane; "
+            f"data.lanes {lanes} leaves fewer than {MIN_SAMPLES_PER_LANE} of {samples} images per lane; "
             f"the most that fits batch.size {batch} is {largest}"
         )
 

@@ -81,7 +81,7 @@ class Forecast:
         """The name of the largest part."""
         part = max(self.parts, key=self.parts.__getitem__)
         if part == "compute" and self.few_images_s > self.compute_s / 3:
-            return f"compute ({self.plan.micro_images} images a device)"
+            return f"compute ({self.plan.micro_images} images per device)"
         return {"idle": "input"}.get(part, part)
 
     @property
@@ -227,7 +227,7 @@ def format_rows(forecast: Forecast) -> list[tuple[str, str]]:
         ("summations", others),
         (
             "host input",
-            f"{forecast.host_images_per_s:,.0f} images/s a host needed, {forecast.host_capacity:,.0f} decoded by its "
+            f"{forecast.host_images_per_s:,.0f} images/s per host needed, {forecast.host_capacity:,.0f} decoded by its "
             f"{_count_host_cores(forecast.plan, get_chip(forecast.plan.pod.kind)):.0f} cores: {enough}",
         ),
     ]

@@ -25,7 +25,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.size < 1 or not self.rate > 0 or self.hop_s < 0:
-            raise UserError(f"an axis of {self.size} chips with links of {self.rate:g} bytes/s cannot be")
+            raise UserError(f"an axis of {self.size} chips with links of {self.rate:g} bytes/s is impossible")
 
 
 RingMessage = tuple[Axis, float]  # a ring, and the bytes of each of its messages

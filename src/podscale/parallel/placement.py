@@ -30,7 +30,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     different = np.flatnonzero((gathered != gathered[0]).any(axis=1)).tolist()
     if different:
         raise UserError(
-            f"process {different[0]} has come to other numbers than the first; do both have the same software?"
+            f"process {different[0]} computed other numbers than the first; check that both have the same software"
         )
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, replicated, lambda index: a[index]), arrays)
 

@@ -159,7 +159,7 @@ def format_rows(report: CompilerReport) -> list[tuple[str, str]]:
     ]
     if report.flops:  # the CUDA compiler reports none
         accessed = f"{report.accessed_bytes / 1e9:,.1f} GB accessed"
-        lines.append(("program", f"{report.flops / 1e9:,.0f} GFLOP and {accessed} a device and update"))
+        lines.append(("program", f"{report.flops / 1e9:,.0f} GFLOP and {accessed} per device and update"))
     return lines + [("", text) for text in _describe_collectives(report.collectives)]
 
 

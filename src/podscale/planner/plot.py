@@ -59,7 +59,7 @@ def _draw_rates(forecasts: Sequence[Forecast], counts: list[int], points: list[t
         return _place_chips(count, counts, LEFT), BOTTOM - share * (BOTTOM - TOP)
 
     perfect = [locate(count, rates[0] * count / counts[0]) for count in counts]
-    lines = [draw_text(sum(LEFT) / 2, 56, "images a second"), *_draw_chip_axis(counts, LEFT)]
+    lines = [draw_text(sum(LEFT) / 2, 56, "images per second"), *_draw_chip_axis(counts, LEFT)]
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
         y = locate(counts[0], 10.0**power)[1]
         lines += [

@@ -178,8 +178,8 @@ def format_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("data", f"{result['train']:,} train, {result['val']:,} val, {result['classes']:,} classes"),
         ("opened in", f"{result['opening_s']:.1f} s"),
-        ("steps", f"{result['steps']:,} for {result['epochs']:g} epochs ({result['steps_per_epoch']:.2f} an epoch)"),
-        ("order", f"{order['drawn']:,} samples drawn, {order['seconds_per_epoch']:.2f} s an epoch; {passes}"),
+        ("steps", f"{result['steps']:,} for {result['epochs']:g} epochs ({result['steps_per_epoch']:.2f} per epoch)"),
+        ("order", f"{order['drawn']:,} samples drawn, {order['seconds_per_epoch']:.2f} s per epoch; {passes}"),
         ("learning rate", f"{rate['peak']:.4g} at step {rate['peak_step']:,}, {rate['last']:.3g} at the last"),
         ("evaluations", f"{result['evaluations']}, {result['examples_evaluated']:,} examples in all"),
         (

@@ -27,10 +27,10 @@ def install(process: int, processes: int) -> bool:
         lost = "the other processes are" if process == 0 else "process 0, through which all find each other, is"
         _abort.install(
             f"podscale: process {process} ends: {lost} gone or cannot be reached (the lines above say how); "
-            "the same command goes on from the last checkpoint\n",
+            "the same command resumes from the last checkpoint\n",
             f"podscale: process {process} ends: a second process has joined with a number of this run that is taken "
             f"(the lines above say which); start each of the processes 0 to {processes - 1} once, and another run at "
-            "another port; the same command goes on from the last checkpoint\n",
+            "another port; the same command resumes from the last checkpoint\n",
             PEER_LOST,
         )
     return True

@@ -166,7 +166,7 @@ class PeerMonitor:
 
 def print_exit(group_exit: GroupExit) -> None:
     """Print the sentence that all processes end with."""
-    hint = "" if group_exit.code == 2 else "; the same command goes on from the last checkpoint"
+    hint = "" if group_exit.code == 2 else "; the same command resumes from the last checkpoint"
     sys.stdout.flush()
     print(f"podscale: {group_exit.reason}{hint}", file=sys.stderr, flush=True)
 

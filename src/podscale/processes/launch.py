@@ -85,7 +85,7 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
             if ending.code == 0:
                 return 0
             if signals.explain(ending):
-                advice = "; the same command goes on from the last checkpoint, if there is one"
+                advice = "; the same command resumes from the last checkpoint, if there is one"
                 _report(f"stopped as asked{advice if command[0] == 'train' else ''}")
                 return signals.code
             again = left > 0 and ending.code not in FINAL_CODES and not signals.received

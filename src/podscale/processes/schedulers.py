@@ -62,7 +62,7 @@ def make_process_info(coordinator: str, processes: int, process: int) -> Process
     'process 1 of 2, according to the command'
     """
     if processes < 1 or not 0 <= process < processes:
-        raise UserError(f"process {process} of {processes} cannot be: give --processes N and --process 0..N-1")
+        raise UserError(f"process {process} of {processes} is impossible; give --processes N and --process 0..N-1")
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"--coordinator takes HOST:PORT, not {coordinator!r}")
@@ -189,7 +189,7 @@ def _detect_open_mpi(environment: Mapping[str, str]) -> ProcessInfo | None:
     coordinator = environment.get("JAX_COORDINATOR_ADDRESS")
     if not host and not coordinator and processes > 1:
         raise UserError(
-            "Open MPI does not tell where its first process is; "
+            "Open MPI does not say where its first process is; "
             "name a host and a free port by `mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT`"
         )
     process = _require_number(environment, "OMPI_COMM_WORLD_RANK", "Open MPI")

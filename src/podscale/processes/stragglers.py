@@ -66,11 +66,11 @@ class Straggler(NamedTuple):
         """Return it as a sentence.
 
         >>> Straggler(2, "n3", "input", 0.31, 0.02).describe()
-        'process 2 on n3 holds the others up: it waits 0.310 s a call for its images, the others 0.020 s'
+        'process 2 on n3 holds the others up: it waits 0.310 s per call for its images, the others 0.020 s'
         """
         details = {
-            "input": "it waits {own:.3f} s a call for its images, the others {others:.3f} s",
-            "host": "it is kept from running for {own:.3f} s a call (stopped, swapped or overloaded), "
+            "input": "it waits {own:.3f} s per call for its images, the others {others:.3f} s",
+            "host": "it is kept from running for {own:.3f} s per call (stopped, swapped or overloaded), "
             "the others for {others:.3f} s",
             "step": "its device takes {own:.4f} s for what the others' do in {others:.4f} s",
         }[self.part].format(own=self.own_s, others=self.others_s)

@@ -158,7 +158,7 @@ def _check(recipe: Recipe) -> None:
             raise UserError(f"{field} {part} does not divide batch.size {size}; {hint}")
     for field in ("mean", "std"):
         if len(getattr(recipe.data, field)) != 3:
-            raise UserError(f"data.{field} needs three numbers, one a channel, not {getattr(recipe.data, field)}")
+            raise UserError(f"data.{field} needs three numbers, one per channel, not {getattr(recipe.data, field)}")
     if recipe.data.eval_views not in (1, 2, 6):
         raise UserError(f"data.eval_views must be 1, 2 or 6, not {recipe.data.eval_views}")
     if recipe.augment.alternate and not recipe.augment.flip:

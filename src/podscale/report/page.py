@@ -211,16 +211,16 @@ def _list_plan_rows(plan: Line, run: Run) -> list[tuple[str, str]]:
         ("data", f"{counts['train']:,} train, {counts['val']:,} val, {counts['classes']:,} classes"),
         ("model", f"{recipe.model.name}, {recipe.data.image_size} px, {recipe.model.precision}"),
         ("pod", f"{pod['kind']}, {pod['rows']}x{pod['cols']} torus, {format_devices(plan)}, hosts: {pod['hosts']:,}"),
-        ("batch", f"{recipe.batch.size:,} images, {plan['images_per_device']:,} a device"),
-        ("micro-batches", f"{plan['micro_batches']:,} a step"),
+        ("batch", f"{recipe.batch.size:,} images, {plan['images_per_device']:,} per device"),
+        ("micro-batches", f"{plan['micro_batches']:,} per step"),
         ("batch norm", f"groups of {plan['span']:,}, tiles of {plan['tile'][0]}x{plan['tile'][1]} chips"),
         (
             "summation",
             f"{plan['summation']}, {plan['payload']} payload, buckets of {plan['bucket_bytes'] / 2**20:,.0f} MiB",
         ),
-        ("input", f"lanes: {recipe.data.lanes:,}, at most {plan['lanes_per_host']:,} a host"),
-        ("steps", f"{plan['steps']:,} ({plan['steps_per_epoch']:.1f} an epoch), {plan['steps_per_call']:,} a call"),
-        ("memory", f"MiB a device, estimated: {parts or 'unknown'}; there are {memory['limit'] / 2**20:,.0f}"),
+        ("input", f"lanes: {recipe.data.lanes:,}, at most {plan['lanes_per_host']:,} per host"),
+        ("steps", f"{plan['steps']:,} ({plan['steps_per_epoch']:.1f} per epoch), {plan['steps_per_call']:,} per call"),
+        ("memory", f"MiB per device, estimated: {parts or 'unknown'}; {memory['limit'] / 2**20:,.0f} available"),
     ]
 
 

@@ -120,7 +120,7 @@ def _write(folder: Path, study: Study, result: dict[str, Any]) -> None:
         write_atomically(folder / "study.json", to_json(result))
         write_atomically(folder / "study.svg", results.draw_plot(study, result))
     except OSError as error:
-        raise UserError(f"cannot write the table in {folder}: {error.strerror}; the same command goes on") from None
+        raise UserError(f"cannot write the table in {folder}: {error.strerror}; the same command continues") from None
 
 
 def _cache_programs(folder: Path) -> AbstractContextManager[None]:

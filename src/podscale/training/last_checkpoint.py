@@ -33,8 +33,8 @@ def save_last(
         if status or next(stop_requests):
             problem = checkpoints.problem or "it is not there"
             raise LastCheckpointNotSavedError(
-                f"{events.run.folder} could not take the last checkpoint in {waited_s:.0f} s: {problem}; free space, "
-                "or make it writable, and give the same command again: it goes on after step "
+                f"{events.run.folder} did not accept the last checkpoint for {waited_s:.0f} s: {problem}; free space, "
+                "or make it writable, and run the same command again: it resumes after step "
                 f"{checkpoints.newest() or 0}",
                 step,
             )

@@ -105,7 +105,7 @@ def _run_sessions(request: Request) -> dict[str, Any]:
         except ReplicaMismatchError as error:
             rollbacks += 1
             if rollbacks > MAX_ROLLBACKS:
-                raise UserError(f"{error}, and not for the first time; have that device looked after") from None
+                raise UserError(f"{error}, and not for the first time; have that device replaced") from None
             warn(request.console, f"{error}; rolling back to the last checkpoint")
         except RolledBackError as error:
             warn(request.console, str(error))

@@ -45,4 +45,4 @@ class ReplicaCheck:
         if odd:
             has_majority = 2 * count > len(rows)
             names = ", ".join(map(str, odd if has_majority else self._mesh.devices.flat))
-            raise ReplicaMismatchError(f"at step {step:,} what {names} holds differs from the rest")
+            raise ReplicaMismatchError(f"at step {step:,} the state of {names} differs from the other devices")

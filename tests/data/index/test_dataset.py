@@ -153,7 +153,7 @@ def test_refuses_a_single_class_and_names_it(tmp_path):
 
 def test_names_the_folder_inside_that_holds_the_classes(tmp_path):
     save_image(tmp_path / "photos" / "ant" / "0.png")
-    expected = f"{tmp_path} holds no images of classes, but {tmp_path}/photos does; use that path"
+    expected = f"{tmp_path} holds no class folders with images, but {tmp_path}/photos does; use that path"
     assert get_folder_refusal(tmp_path) == expected
 
 

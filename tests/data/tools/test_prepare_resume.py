@@ -86,7 +86,7 @@ def test_a_partly_prepared_data_set_is_refused(photos, tmp_path, monkeypatch):
         lambda root: survey_data_set(str(root)),
         lambda root: prepare.prepare_data_set(root, tmp_path / "on", Settings()),
     ):
-        with pytest.raises(UserError, match="is prepared only in part; repeat podscale data prepare"):
+        with pytest.raises(UserError, match="is prepared only in part; run `podscale data prepare` again"):
             open_partial(tmp_path / "to")
     prepare.prepare_data_set(photos, tmp_path / "to", Settings())
     assert len(open_data_set(tmp_path / "to").train) == 10
@@ -154,6 +154,6 @@ def test_a_full_disk_is_reported_in_one_sentence_and_complete_files_stay(many, u
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (
-        "podscale: cannot write to/train-00000.tar: File too large; once it can, the same command goes on\n"
+        "podscale: cannot write to/train-00000.tar: File too large; then the same command continues\n"
     )
     assert sorted(os.listdir(tmp_path / "to")) == ["classes.txt", "prepare.json"]

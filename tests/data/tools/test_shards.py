@@ -8,7 +8,7 @@ from podscale.errors import UserError
 
 def test_too_many_shards_for_sortable_names_are_refused(monkeypatch):
     assert shards.format_shard_name("train", 99_999) == "train-99999.tar"
-    with pytest.raises(UserError, match="make them larger by --shard-mib"):
+    with pytest.raises(UserError, match="make them larger with --shard-mib"):
         shards.format_shard_name("train", 100_000)
 
 

@@ -50,7 +50,7 @@ def _find_gap(kinds: list[dict[str, Any]], activity: DeviceActivity, steps: int)
     return {
         "gap": worst,
         "gap_s": gaps[worst],
-        "verdict": f"the largest gap is {worst}: {1e3 * gaps[worst]:.2f} ms a step beyond what the machine allows",
+        "verdict": f"the largest gap is {worst}: {1e3 * gaps[worst]:.2f} ms per step beyond what the machine allows",
     }
 
 

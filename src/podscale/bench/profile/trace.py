@@ -41,7 +41,7 @@ def profile_device(work: Callable[[], Any], device: jax.Device) -> DeviceActivit
             jax.block_until_ready(work())
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         if not files:
-            raise UserError("jax.profiler wrote no trace; it cannot be told where the time went")
+            raise UserError("jax.profiler wrote no trace, so there is no breakdown of the time")
         return summarize_events(_read_events(ProfileData.from_file(str(files[0])), device))
 
 
@@ -72,7 +72,7 @@ def summarize_events(events: Iterable[DeviceEvent]) -> DeviceActivity:
     """
     ordered = sorted(events, key=lambda event: event[2])
     if not ordered:
-        raise UserError("the profiler saw no work of this device; it cannot be told where the time went")
+        raise UserError("the profiler recorded no work of this device, so there is no breakdown of the time")
     seconds: dict[str, float] = defaultdict(float)
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     busy, until = 0.0, ordered[0][2]

@@ -84,7 +84,7 @@ def _explain_kind(root: Path) -> str:
     names = [entry.name for folder in (root, root / "train") if folder.is_dir() for entry in list_visible(folder)]
     shards = next((kind for kind, ending in SHARD_ENDINGS.items() if any(ending in name for name in names)), "folder")
     FORMATS[shards].find(root)
-    raise UserError(f"{root} is no data set that Podscale can read; it must hold {folder.LAYOUT}, or shards")
+    raise UserError(f"{root} is not a data set that Podscale can read; it must hold {folder.LAYOUT}, or shards")
 
 
 def _can_read_as(kind: str, root: Path) -> bool:
@@ -191,7 +191,7 @@ def _check_complete(root: Path) -> None:
         raise UserError(f"cannot read {root / JOURNAL_FILE}: {error.strerror}; remove it if it is not yours") from None
     if isinstance(content, dict) and content.get("finished") is False:
         raise UserError(
-            f"{root} is prepared only in part; repeat podscale data prepare, which goes on where it stopped"
+            f"{root} is prepared only in part; run `podscale data prepare` again, which continues where it stopped"
         )
 
 

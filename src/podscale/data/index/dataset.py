@@ -374,7 +374,7 @@ def _check_npz_labels(where: str, labels: NDArray, n: int) -> NDArray:
     if labels.size != n or labels.shape[0] != n:
         raise UserError(f"{where} has shape {labels.shape}; it must be [{n}], one label per image")
     if labels.min() < 0 or labels.max() >= MAX_CLASSES:
-        raise UserError(f"{where} runs from {labels.min()} to {labels.max()}; labels count from 0, one a class")
+        raise UserError(f"{where} runs from {labels.min()} to {labels.max()}; labels count from 0, one per class")
     return labels.reshape(n)
 
 

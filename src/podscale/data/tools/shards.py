@@ -71,7 +71,7 @@ def format_shard_name(split: str, number: int) -> str:
     'train-00017.tar'
     """
     if number >= MAX_SHARDS:
-        raise UserError(f"the {split} images need more than {MAX_SHARDS:,} shards; make them larger by --shard-mib")
+        raise UserError(f"the {split} images need more than {MAX_SHARDS:,} shards; make them larger with --shard-mib")
     return f"{split}-{number:05}.tar"
 
 
@@ -107,4 +107,4 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; once it can, the same command goes on") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; then the same command continues") from error

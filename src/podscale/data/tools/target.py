@@ -173,7 +173,7 @@ def check_disjoint(source: Path, target: Path) -> None:
         raise UserError(f"{target} is the source itself; name another folder to prepare into")
     if here in there.parents or there in here.parents:
         inner, outer = (target, source) if here in there.parents else (source, target)
-        raise UserError(f"{inner} is inside of {outer}; name a folder to prepare into that is apart from the source")
+        raise UserError(f"{inner} is inside {outer}; name a folder to prepare into that is apart from the source")
 
 
 @contextmanager

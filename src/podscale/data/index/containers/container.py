@@ -241,7 +241,7 @@ def _read_class_list(path: Path) -> tuple[str, ...]:
         return ()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"cannot read {path}: {why}; it must list the classes, one a line, in UTF-8") from error
+        raise UserError(f"cannot read {path}: {why}; it must list the classes, one per line, in UTF-8") from error
     return parse_class_names(text)
 
 
@@ -300,7 +300,7 @@ def _resolve_numbers(
     _check_count(listing, len(classes) or len(numbers))
     where = listing.descriptions["train"]
     if numbers[0] < 0:
-        raise UserError(f"{where} have label {numbers[0]}; labels count from 0, one a class")
+        raise UserError(f"{where} have label {numbers[0]}; labels count from 0, one per class")
     if classes:
         if numbers[-1] >= len(classes):
             raise UserError(f"{where} have label {numbers[-1]} but only {len(classes)} classes are named")

@@ -99,11 +99,11 @@ def _explain_no_classes(root: Path, folders: list[str]) -> UserError:
         )
     for name in folders:
         if any(_has_images(root / name / inner) for inner in _list_folders(root / name)):
-            return UserError(f"{root} holds no images of classes, but {root / name} does; use that path")
+            return UserError(f"{root} holds no class folders with images, but {root / name} does; use that path")
     if folders:
         names = ", ".join(folders[:MAX_NAMES])
         return UserError(f"no class folder of {root} holds an image ({' '.join(EXTENSIONS)}): {names}")
-    return UserError(f"{root} holds no images of classes; it must hold {LAYOUT}")
+    return UserError(f"{root} holds no class folders with images; it must hold {LAYOUT}")
 
 
 def find_unsplit_classes(root: Path) -> list[str]:

@@ -71,7 +71,7 @@ def _read_labels(path: str) -> NDArray[np.int64]:
         raise UserError(f"{path} has labels of type {column.type} ({column.null_count} absent); store whole numbers")
     labels = column.to_numpy()
     if len(labels) and int(labels.max()) >= 2**62:
-        raise UserError(f"{path} has label {labels.max()}; labels count from 0, one a class")
+        raise UserError(f"{path} has label {labels.max()}; labels count from 0, one per class")
     return labels.astype(np.int64)
 
 
@@ -151,7 +151,7 @@ def _find_image_leaf(reader: Reader, leaves: list[_Leaf]) -> _Leaf:
         names = ", ".join(sorted({leaf.path[0].decode("utf-8", "replace") for leaf in leaves}))
         raise UserError(f"{reader.path} has no column image with the bytes of images; its columns are {names}")
     if leaf.repeated or leaf.kind != _BYTE_ARRAY:
-        raise UserError(f"{reader.path} has no single image a row in its column image; store one as bytes")
+        raise UserError(f"{reader.path} does not have one image per row in its column image; store one as bytes")
     return leaf
 
 

@@ -66,7 +66,7 @@ def read_cifar(root: Path) -> ArrayDataSet:
         records = np.concatenate([_read_records(folder / name, label_bytes + 3 * SIDE**2) for name in names[split]])
         labels[split] = records[:, label_bytes - 1]
         if labels[split].max() >= classes:
-            raise UserError(f"{folder} has label {labels[split].max()}, which CIFAR has not; download it again")
+            raise UserError(f"{folder} has label {labels[split].max()}, which CIFAR does not have; download it again")
         planes = records[:, label_bytes:].reshape(-1, 3, SIDE, SIDE)
         images[split] = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
     return ArrayDataSet(images, labels, _read_class_names(names_file, classes))
