@@ -16,8 +16,8 @@ from podscale.errors import UserError
 from podscale.models.functional import FunctionalModel, Tree, is_within
 from podscale.models.weights.files import read_labels, read_tensors
 from podscale.models.weights.hub import fetch_weights, is_hub
+from podscale.models.weights.layouts import adapt_tensors
 from podscale.models.weights.names import digest_arrays, digest_file, name_arrays
-from podscale.models.weights.timm import adapt_tensors
 from podscale.runs.folder import Run
 from podscale.storage.paths import require_local
 from podscale.training.trained import load_trained
@@ -67,7 +67,7 @@ def initialize_from(
     """Return `params` and `stats` with their arrays replaced by those of a run's folder or a weights file.
 
     Args:
-        source: a run's folder, a file of ours, of torchvision's or of timm's, or `hub:OWNER/NAME`.
+        source: a run's folder, a file of ours or in another layout (`models/weights/layouts.py`), or `hub:OWNER/NAME`.
         net: the model that the arrays are for.
         params: randomly initialized parameters; the head keeps them if it has another size in the source.
         stats: initial running statistics.

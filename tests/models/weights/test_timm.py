@@ -17,7 +17,8 @@ from support.benchmarks import load_benchmark
 from podscale import recipe
 from podscale.errors import UserError
 from podscale.models import registry, vit
-from podscale.models.weights.timm import adapt_tensors, from_timm, load_timm, to_timm
+from podscale.models.weights.layouts import adapt_tensors
+from podscale.models.weights.timm import from_timm, load_timm, to_timm
 
 parity = load_benchmark("parity")
 RECORD = json.loads((Path(__file__).parent / "timm_record.json").read_text())

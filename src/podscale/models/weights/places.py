@@ -123,6 +123,23 @@ def iterate_places(model: nnx.Module, modules: Iterable[tuple[str, str]]) -> Ite
             yield f"{theirs}.{name}", place
 
 
+def iterate_pointwise_places(model: nnx.Module, modules: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Place]]:
+    """Yield the places of all tensors of torch's 1x1 convolutions that are dense layers here; see `iterate_places`."""
+    for theirs, ours in modules:
+        dense = get_module(model, ours)
+        yield f"{theirs}.weight", Place(dense.kernel, (1, 0), after=2)
+        yield f"{theirs}.bias", Place(dense.bias, (0,))
+
+
+def join_names(theirs: str, ours: str, table: dict[str, str]) -> list[tuple[str, str]]:
+    """Return the names of a table under these prefixes.
+
+    >>> join_names("blocks.0", "layers.1", {"fc1": "expand"})
+    [('blocks.0.fc1', 'layers.1.expand')]
+    """
+    return [(f"{theirs}.{a}", f"{ours}.{b}") for a, b in table.items()]
+
+
 def get_module(model: nnx.Module, path: str) -> Any:
     """Return the part of a model at a path such as `layers.0.conv`."""
     part: Any = model

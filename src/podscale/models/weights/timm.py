@@ -21,8 +21,9 @@ from podscale.models.weights.places import (
     fill_places,
     get_module,
     iterate_places,
+    iterate_pointwise_places,
+    join_names,
     read_places,
-    rename_tensors,
 )
 
 # --- tables: timm's names, and ours ----------------------------------------------------------------------------------
@@ -93,40 +94,23 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     return tensors
 
 
+def has_timm(model: nnx.Module) -> bool:
+    """Return whether timm has networks of this kind."""
+    return type(model) in _FAMILIES
+
+
 def list_places(model: nnx.Module) -> Places:
     """Return the places of timm's tensors in a model.
 
     Raises:
         UserError: timm has no network of this kind.
     """
-    if type(model) not in _FAMILIES:
+    if not has_timm(model):
         raise UserError(f"timm has no weights for a {type(model).__name__}")
     return dict(_FAMILIES[type(model)](model))
 
 
-def adapt_tensors(model: nnx.Module, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return weights by our names, where they have timm's or torchvision's, and with positions for the model's images.
-
-    Args:
-        model: the model that they are for; sizes may differ.
-        tensors: named as by timm, by torchvision or by us.
-
-    Raises:
-        UserError: a tensor belongs to another network, or has another number of axes.
-    """
-    if type(model) in _FAMILIES:
-        places = list_places(model)
-        if any(name in places for name in tensors):
-            tensors = rename_tensors(model, places, tensors)
-    return vit.adapt_positions(model, tensors) if isinstance(model, vit.VisionTransformer) else tensors
-
-
 # --- families --------------------------------------------------------------------------------------------------------
-
-
-def _join(theirs: str, ours: str, table: dict[str, str]) -> list[tuple[str, str]]:
-    """Return the names of a table under these prefixes."""
-    return [(f"{theirs}.{a}", f"{ours}.{b}") for a, b in table.items()]
 
 
 def _iterate_vit(model: vit.VisionTransformer) -> Iterator[tuple[str, Place]]:
@@ -137,7 +121,7 @@ def _iterate_vit(model: vit.VisionTransformer) -> Iterator[tuple[str, Place]]:
         yield "pos_embed", Place(embedding.positions, (0, 1), before=1)
     modules = [("patch_embed.proj", "layers.0.patches")]
     for index in range(last - 2):
-        modules += _join(f"blocks.{index}", f"layers.{index + 1}", VIT_BLOCK)
+        modules += join_names(f"blocks.{index}", f"layers.{index + 1}", VIT_BLOCK)
     modules += [("norm", f"layers.{last - 1}"), ("head", f"layers.{last}")]
     yield from iterate_places(model, modules)
 
@@ -149,10 +133,10 @@ def _iterate_convnext(model: convnext.ConvNeXt) -> Iterator[tuple[str, Place]]:
     for index, layer in enumerate(body[1:], start=1):
         if isinstance(layer, convnext.Downsample):
             stage, block = stage + 1, 0
-            modules += _join(f"stages.{stage}.downsample", f"layers.{index}", CONVNEXT_DOWNSAMPLE)
+            modules += join_names(f"stages.{stage}.downsample", f"layers.{index}", CONVNEXT_DOWNSAMPLE)
         else:
             name = f"stages.{stage}.blocks.{block}"
-            modules += _join(name, f"layers.{index}", CONVNEXT_BLOCK)
+            modules += join_names(name, f"layers.{index}", CONVNEXT_BLOCK)
             scales[f"{name}.gamma"] = Place(layer.layer_scale, (0,))  # type: ignore[attr-defined]
             block += 1
     last = len(model.layers) - 1
@@ -167,16 +151,13 @@ def _iterate_efficientnet(model: efficientnet.EfficientNet) -> Iterator[tuple[st
     for stage, depth in enumerate(model.depths):
         for index in range(depth):
             theirs, ours, block = f"blocks.{stage}.{index}", f"layers.{layer}", get_module(model, f"layers.{layer}")
-            modules += _join(theirs, ours, EFFICIENTNET_BLOCK if block.expand else EFFICIENTNET_FIRST_BLOCK)
-            squeezes += _join(theirs, ours, SQUEEZE_EXCITATION) if block.squeeze_excitation else []
+            modules += join_names(theirs, ours, EFFICIENTNET_BLOCK if block.expand else EFFICIENTNET_FIRST_BLOCK)
+            squeezes += join_names(theirs, ours, SQUEEZE_EXCITATION) if block.squeeze_excitation else []
             layer += 1
     modules += [("conv_head", f"layers.{layer}.conv"), ("bn2", f"layers.{layer}.norm")]
     modules += [("classifier", f"layers.{layer + 1}")]
     yield from iterate_places(model, modules)
-    for theirs, ours in squeezes:  # dense layers here, 1x1 convolutions there
-        dense = get_module(model, ours)
-        yield f"{theirs}.weight", Place(dense.kernel, (1, 0), after=2)
-        yield f"{theirs}.bias", Place(dense.bias, (0,))
+    yield from iterate_pointwise_places(model, squeezes)
 
 
 def _iterate_resnet(model: resnet.ResNet) -> Iterator[tuple[str, Place]]:

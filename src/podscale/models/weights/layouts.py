@@ -1,0 +1,29 @@
+"""Recognize the layout of weights by their names: ours, timm's, torchvision's or efficientnet_pytorch's."""
+
+import numpy as np
+from flax import nnx
+
+from podscale.models import efficientnet, vit
+from podscale.models.weights import efficientnet_pytorch, timm
+from podscale.models.weights.places import rename_tensors
+
+
+def adapt_tensors(model: nnx.Module, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return weights by our names, where they have those of another layout, and with positions for the model's images.
+
+    Args:
+        model: the model that they are for; sizes may differ.
+        tensors: named as by timm, by torchvision, by efficientnet_pytorch or by us.
+
+    Raises:
+        UserError: a tensor belongs to another network or has another number of axes, or the network is one that
+            computes something else with such weights.
+    """
+    if timm.has_timm(model) and any(name in (places := timm.list_places(model)) for name in tensors):
+        tensors = rename_tensors(model, places, tensors)
+    elif isinstance(model, efficientnet.EfficientNet):
+        places = efficientnet_pytorch.list_places(model)
+        if any(name in places for name in tensors):
+            efficientnet_pytorch.check_style(model)
+            tensors = rename_tensors(model, places, tensors)
+    return vit.adapt_positions(model, tensors) if isinstance(model, vit.VisionTransformer) else tensors
