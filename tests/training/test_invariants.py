@@ -14,8 +14,9 @@ from podscale import pod
 from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.data import crop, loader
+from podscale.data.balance import make_order
 from podscale.data.index.dataset import open_index
-from podscale.data.order import Order, compute_crop_boxes
+from podscale.data.order import compute_crop_boxes
 from podscale.models import registry
 from podscale.models.functional import make_functional
 from podscale.optim import optimizers, schedules
@@ -80,7 +81,7 @@ def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xl
 def train_reference(recipe, steps=STEPS):
     """Do the same with the reference loop; return losses, parameters, statistics and averaged parameters."""
     data, size = open_index(recipe.data), recipe.data.image_size
-    order = Order(len(data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    order = make_order(recipe, data.train.labels)
     net, params, stats = make_functional(registry.build_model(recipe.model, 10, size, recipe.train.seed))
     schedule = schedules.make_schedule(recipe, steps, len(data.train) / recipe.batch.size)
     optimizer = optimizers.make_optimizer(recipe, schedule)

@@ -42,6 +42,7 @@ FEATURES = {
         "optimizer.second_moment": 0.9,
         "optimizer.weight_decay": 1e-5,
         "model.remat": True,
+        "data.balance": True,
         "train.class_weights": [0.5 + 0.1 * i for i in range(10)],
     },
     "convnext": {"model.remat": True, "augment.mixup": 0.0},

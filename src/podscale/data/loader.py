@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from podscale.data import crop, picks, randaugment
 from podscale.data.bad_images import UNREADABLE, BadImages
+from podscale.data.balance import SampleOrder, make_order
 from podscale.data.blocks import Blocks, make_eval_blocks
 from podscale.data.index.dataset import Index
-from podscale.data.order import Order, compute_crop_boxes, compute_eval_boxes, map_steps_to_batches
+from podscale.data.order import compute_crop_boxes, compute_eval_boxes, map_steps_to_batches
 from podscale.data.prefetch import Batch, Batches
 from podscale.data.staging import Staging
 from podscale.parallel.inputs import HOST_FED, PICK_NUMBERS, Input
@@ -52,7 +53,7 @@ def load_train_batches(
         Batches with images [steps_per_call, micro_batches, batch / micro_batches, ...].
     """
     recipe = plan.recipe
-    order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    order = make_order(recipe, index.labels)
     blocks = Blocks(sharding, plan.batch_shape, axis=2)
     bad_images = BadImages(index, recipe.data.lanes, recipe.data.bad_share)
     maker = _TrainMaker(index, recipe, order, skip, blocks, _compute_positions(plan, blocks), bad_images, plan.input)
@@ -126,7 +127,7 @@ def load_train_images(
     index: Index, recipe: Recipe, step: int, positions: Sequence[int], sharding: NamedSharding
 ) -> Batch:
     """Return what training sees at these positions of a step's batch: images [1, 1, n, ...] on `sharding`'s device."""
-    order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    order = make_order(recipe, index.labels)
     blocks = Blocks(sharding, (1, 1, len(positions)), axis=2)
     bad_images = BadImages(index, recipe.data.lanes, recipe.data.bad_share)
     maker = _TrainMaker(index, recipe, order, (), blocks, np.array(positions, np.int64)[None, None], bad_images)
@@ -146,7 +147,7 @@ def _compute_positions(plan: Plan, blocks: Blocks) -> NDArray[np.int64]:
 class _TrainMaker:
     index: Index
     recipe: Recipe
-    order: Order
+    order: SampleOrder
     skip: Sequence[range]
     blocks: Blocks
     positions: NDArray[np.int64]  # [blocks, micro-batches, images]

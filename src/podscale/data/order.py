@@ -8,7 +8,7 @@ would. Crops and flips are keyed by (seed, lane pass, sample).
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,15 +60,24 @@ class Order:
         lane_length = (self.samples - lane + self.lanes - 1) // self.lanes
         lane_pass, offset = np.divmod(step * per_lane + position % per_lane, lane_length)
         sample = np.empty_like(offset)
-        streams, stream_of = np.unique((lane_pass * self.lanes + lane).ravel(), return_inverse=True)
-        by_stream = np.argsort(stream_of.ravel(), kind="stable")
-        counts = np.bincount(stream_of.ravel(), minlength=len(streams))
         offsets, flat = offset.ravel(), sample.reshape(-1)
-        for stream, members in zip(streams.tolist(), np.split(by_stream, np.cumsum(counts)[:-1]), strict=True):
+        for stream, members in iterate_groups((lane_pass * self.lanes + lane).ravel()):
             stream_pass, stream_lane = divmod(stream, self.lanes)
             permuted = self._permutation(stream_lane, stream_pass)[offsets[members]]
             flat[members] = stream_lane + self.lanes * permuted
         return sample, lane_pass
+
+
+def iterate_groups(keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield every distinct key, in ascending order, and the places where it stands in a flat array.
+
+    >>> [(key, places.tolist()) for key, places in iterate_groups(np.array([7, 5, 7]))]
+    [(5, [1]), (7, [0, 2])]
+    """
+    distinct, group_of = np.unique(keys, return_inverse=True)
+    places = np.argsort(group_of, kind="stable")
+    counts = np.bincount(group_of, minlength=len(distinct))
+    yield from zip(distinct.tolist(), np.split(places, np.cumsum(counts)[:-1]), strict=True)
 
 
 def map_steps_to_batches(steps: NDArray[np.int64], skip: Iterable[range]) -> NDArray[np.int64]:

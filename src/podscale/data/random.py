@@ -33,6 +33,8 @@ class Stream(enum.IntEnum):
     FLIP = 3  # (pass, sample)
     RANDAUGMENT = 4  # (pass, sample, operation)
     HOLD_OUT = 5  # (sample), with seed 0
+    ROUND = 6  # (lane, round, pair of places)
+    CLASS = 7  # (lane and class, pass, pair of images)
 
 
 def compute_philox(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from podscale.config.options import Options
 from podscale.data import crop
-from podscale.data.order import Order, compute_crop_boxes
+from podscale.data.balance import make_order
+from podscale.data.order import compute_crop_boxes
 from podscale.errors import UserError
 from podscale.pod import Pod
 from podscale.processes.host import count_usable_cores
@@ -95,7 +96,7 @@ def _time_call(work: Callable[[], T]) -> tuple[float, T]:
 def _check_order(program: Program) -> dict[str, Any]:
     """Count the samples of all steps: each must occur once in each pass over its lane, and never twice."""
     recipe, samples = program.plan.recipe, program.plan.counts.train
-    order = Order(samples, recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    order = make_order(recipe, program.data.train.labels)
     steps_per_chunk = max(1, POSITIONS_PER_CHUNK // recipe.batch.size)
     occurrences: dict[int, NDArray[np.int32]] = {}  # by pass: how often each sample occurred
     result = {"drawn": program.plan.steps * recipe.batch.size, "whole_passes": 0, "drawn_twice": 0}
@@ -136,7 +137,7 @@ def _decode_images(program: Program, images: int) -> list[str]:
     count = min(images, recipe.batch.size)
     if not count:
         return []
-    order = Order(len(index), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    order = make_order(recipe, index.labels)
     samples, passes = order.get_samples(np.zeros(count, np.int64), np.arange(count))
     size, fraction = recipe.data.image_size, recipe.data.eval_fraction
     boxes, flips = compute_crop_boxes(

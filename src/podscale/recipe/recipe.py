@@ -108,9 +108,10 @@ SECTIONS: dict[str, type] = {
 }
 # Younger than the run folders that digests name: at their defaults they are no part of a digest.
 NEW_FIELDS = (
-    "data.max_image_mib data.eval_confidence model.activation model.patch model.pooling model.positions model.padding "
-    "model.norm_epsilon model.dropout model.drop_path model.remat schedule.layer_decay augment.cutmix "
-    "augment.cutmix_chance augment.brightness augment.contrast train.loss train.class_weights"
+    "data.balance data.max_image_mib data.eval_confidence model.activation model.patch model.pooling "
+    "model.positions model.padding model.norm_epsilon model.dropout model.drop_path model.remat "
+    "schedule.layer_decay augment.cutmix augment.cutmix_chance augment.brightness augment.contrast train.loss "
+    "train.class_weights"
 ).split()
 
 

@@ -18,6 +18,7 @@ class Data:
     shrink: int = _field(0, "images are first shrunk to at most this many pixels on the longer side; 0: not at all")
     lanes: int = _field(1, "independent shuffles that the data set is split into; a host reads only its own lanes")
     classes: int = _field(0, "number of classes; 0: as found")
+    balance: bool = _field(False, "train on every class equally often, however many images it has")
     hold_out: float = _field(
         0.0, "share of the training images to validate on instead of the validation set; they are not trained on"
     )

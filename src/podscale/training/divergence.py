@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from podscale.data.order import Order, map_steps_to_batches
+from podscale.data.balance import make_order
+from podscale.data.order import map_steps_to_batches
 from podscale.errors import DivergedError
 from podscale.plan import Plan
 from podscale.processes import group
@@ -90,7 +91,7 @@ def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: Any, p
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     recipe = program.plan.recipe
-    order = Order(len(program.data.train), recipe.data.lanes, recipe.batch.size, recipe.train.seed)
+    order = make_order(recipe, program.data.train.labels)
     samples = order.get_samples(batches[:, None], np.arange(recipe.batch.size))[0]
     lines = [
         {"step": step, "batch": int(batch), "samples": ids.tolist()}

@@ -18,6 +18,7 @@ from podscale import plan as plans
 from podscale import pod as pods
 from podscale.config.options import Options
 from podscale.data import cache, decode, loader, prefetch
+from podscale.data.balance import make_order
 from podscale.data.files import Progress
 from podscale.data.index.dataset import NO_IMAGES, Index, Splits, check_classes, open_index
 from podscale.data.order import check_lanes
@@ -64,7 +65,7 @@ def prepare(
     digests = {"recipe": recipe.digest(), "data": data.digest()}
     group.check_same(digests, "give all processes the same command, and all hosts the same data")
     counts = Counts(len(data.train), len(data.val), len(data.classes))
-    check_lanes(counts.train, recipe.data.lanes, recipe.batch.size)
+    make_order(recipe, data.train.labels)  # refuses what cannot be ordered
     return resolve(recipe, pod, counts, options, model, data)
 
 
