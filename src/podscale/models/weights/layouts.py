@@ -5,7 +5,7 @@ from flax import nnx
 
 from podscale.models import efficientnet, vit
 from podscale.models.weights import efficientnet_pytorch, timm
-from podscale.models.weights.places import rename_tensors
+from podscale.models.weights.places import Places, rename_tensors
 
 
 def adapt_tensors(model: nnx.Module, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -19,11 +19,20 @@ def adapt_tensors(model: nnx.Module, tensors: dict[str, np.ndarray]) -> dict[str
         UserError: a tensor belongs to another network or has another number of axes, or the network is one that
             computes something else with such weights.
     """
-    if timm.has_timm(model) and any(name in (places := timm.list_places(model)) for name in tensors):
-        tensors = rename_tensors(model, places, tensors)
-    elif isinstance(model, efficientnet.EfficientNet):
-        places = efficientnet_pytorch.list_places(model)
-        if any(name in places for name in tensors):
-            efficientnet_pytorch.check_style(model)
-            tensors = rename_tensors(model, places, tensors)
+    places = _find_places(model, tensors)
+    tensors = rename_tensors(model, places, tensors) if places else tensors
     return vit.adapt_positions(model, tensors) if isinstance(model, vit.VisionTransformer) else tensors
+
+
+def _find_places(model: nnx.Module, tensors: dict[str, np.ndarray]) -> Places:
+    """Return the places of the layout that some of the tensors' names belong to; none if they are ours or unknown."""
+    if timm.has_timm(model):
+        places = timm.list_places(model)
+        if not places.keys().isdisjoint(tensors):
+            return places
+    if isinstance(model, efficientnet.EfficientNet):
+        places = efficientnet_pytorch.list_places(model)
+        if not places.keys().isdisjoint(tensors):
+            efficientnet_pytorch.check_style(model)
+            return places
+    return {}
