@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options, check_options, set_summation
 from podscale.config.suggestions import list_divisors, suggest_numbers
 from podscale.errors import UserError
@@ -212,7 +213,7 @@ class Plan:
             ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB per device{excess}"),
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the plan as plain values, for programs."""
         return {
             "pod": {"kind": self.pod.kind, "rows": self.pod.rows, "cols": self.pod.cols, "cores": self.pod.cores}

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from podscale import plan as plans
 from podscale import recipe as recipes
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.data import cache, crop, decode, loader, prefetch
 from podscale.data.index.dataset import Index, open_index
@@ -77,7 +78,7 @@ StageTimer = Callable[[Crops, slice], dict[str, float]]
 
 def measure_input(
     recipe: Recipe, pod: Pod, options: Options = Options(), *, images: int = 512, feed: float = 0.0, threads: int = 0
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure images per second by stage, crop, cache and threads, and judge whether they feed a given rate.
 
     `images` is how many to measure with, `feed` the images per second that the machine should feed (0: the rate of one
@@ -154,7 +155,7 @@ def _make_crops(plan: Plan, index: Index, steps: int) -> dict[str, Crops]:
 # --- stages --------------------------------------------------------------------------------------------------------
 
 
-def _measure_stages(crops: Crops, pool: Executor, threads: int, transfer_rate: float) -> list[dict[str, Any]]:
+def _measure_stages(crops: Crops, pool: Executor, threads: int, transfer_rate: float) -> list[JsonObject]:
     """Measure each stage alone: images/s of one core and of all threads, and its share of the time with warm files."""
     time_stages = _time_native_stages if _is_native(crops) else _time_reference_stages
     crops.crop(slice(None))  # brings the files into the page cache
@@ -231,7 +232,7 @@ def _time_reference_stages(crops: Crops, part: slice) -> dict[str, float]:
 # --- whole crops ---------------------------------------------------------------------------------------------------
 
 
-def _measure_crops(crops: dict[str, Crops], pool: Executor, threads: int) -> list[dict[str, Any]]:
+def _measure_crops(crops: dict[str, Crops], pool: Executor, threads: int) -> list[JsonObject]:
     """Measure the crops of training and evaluation: files not in memory, files in the page cache, and each cache."""
     rows = []
     for kind in CACHE_KINDS:
@@ -257,7 +258,7 @@ def _fill_cache(crops: Crops, kind: str, pool: Executor) -> Index | None:
     return index
 
 
-def _measure_cold(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
+def _measure_cold(crops: Crops, pool: Executor, threads: int) -> JsonObject:
     seconds = []
     for workers in (None, pool):
         crops.evict()
@@ -265,7 +266,7 @@ def _measure_cold(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
     return _make_row(len(crops) / seconds[0], len(crops) / seconds[1], threads)
 
 
-def _measure_warm(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
+def _measure_warm(crops: Crops, pool: Executor, threads: int) -> JsonObject:
     """Return median rates; one thread and all threads alternate, since a machine's clock may change meanwhile."""
     _time_passes(crops, pool)
     rounds = []
@@ -279,7 +280,7 @@ def _measure_warm(crops: Crops, pool: Executor, threads: int) -> dict[str, Any]:
     return _make_row(medians[0], medians[1], threads, medians[2])
 
 
-def _make_row(one: float | None, all_: float | None, threads: int, cores_share: float | None = None) -> dict[str, Any]:
+def _make_row(one: float | None, all_: float | None, threads: int, cores_share: float | None = None) -> JsonObject:
     """Return a row of rates; `cores_had` is the share of the cores that all threads together got."""
     scaling = all_ / (threads * one) if one and all_ else None
     return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling, "cores_had": cores_share}
@@ -320,7 +321,7 @@ def _measure_arithmetic_scaling(pool: Executor, threads: int) -> float:
 # --- transfer and loader -------------------------------------------------------------------------------------------
 
 
-def _measure_hand_over(plan: Plan) -> dict[str, Any]:
+def _measure_hand_over(plan: Plan) -> JsonObject:
     """Measure the transfer of one device's part of a batch from staging memory; on GPUs also from ordinary memory.
 
     A CPU device uses the host memory directly: nothing is copied, whatever the rate.
@@ -362,7 +363,7 @@ def _measure_hand_over_rate(send: Callable[[], jax.Array], images: int) -> float
     return HAND_OVERS * images / (time.perf_counter() - start)
 
 
-def _measure_loaders(plan: Plan, crops: Crops, rows: list[dict[str, Any]], threads: int) -> dict[str, float | None]:
+def _measure_loaders(plan: Plan, crops: Crops, rows: list[JsonObject], threads: int) -> dict[str, float | None]:
     """Measure the whole loader for each cache, consuming its batches as fast as it makes them."""
     expected = {row["kept"]: row["images_per_s_all"] for row in rows if row["crop"] == "train"}
     rates: dict[str, float | None] = dict.fromkeys(CACHE_KINDS)

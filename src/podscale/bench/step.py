@@ -13,6 +13,7 @@ from podscale import recipe as recipes
 from podscale.bench.doctor import rates
 from podscale.bench.profile import budget, trace
 from podscale.bench.profile.program import Program as DeviceProgram
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.plan import Counts
@@ -30,7 +31,7 @@ NAMED_KERNELS = {"xla_gpu_enable_command_buffer": ""}  # else the profiler has o
 
 def measure_step(
     recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5, profile: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure milliseconds per update and images per second.
 
     Args:
@@ -55,7 +56,7 @@ def measure_step(
     return result | ({"budget": _measure_budget(state, batch, program)} if profile else {})
 
 
-def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5) -> dict[str, Any]:
+def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int = 0, repeats: int = 5) -> JsonObject:
     """Measure the evaluation step as `measure_step` measures the training step."""
     start = time.perf_counter()
     options = replace(options, eval_images=images or recipe.batch.size // pod.size)
@@ -85,7 +86,7 @@ def _make_program(recipe: Recipe, pod: Pod, options: Options, images: int, repea
     return resolve(recipe, pod, _get_counts(recipe), options)
 
 
-def _measure_calls(work: Callable[[], Any], steps: int, program: Program, repeats: int, start: float) -> dict[str, Any]:
+def _measure_calls(work: Callable[[], Any], steps: int, program: Program, repeats: int, start: float) -> JsonObject:
     """Time calls of `work`, each of so many `steps`; `start` is when compiling started."""
     jax.block_until_ready(work())
     compile_s = time.perf_counter() - start
@@ -114,7 +115,7 @@ def _measure_calls(work: Callable[[], Any], steps: int, program: Program, repeat
     }
 
 
-def _measure_budget(state: Any, batch: tuple[Any, ...], program: Program) -> dict[str, Any]:
+def _measure_budget(state: Any, batch: tuple[Any, ...], program: Program) -> JsonObject:
     """Measure where the time of an update goes; the machine's ceilings are measured first."""
     ceiling_rates = rates.measure_device(program.plan.pod)
     device = next(d for d in program.plan.pod.devices if d.process_index == jax.process_index())

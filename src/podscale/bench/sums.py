@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
@@ -36,7 +37,7 @@ def measure_sums(
     sizes: Sequence[int] = SIZES,
     tree: bool = True,
     repeats: int = 5,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Time the strategies on payloads of several sizes and on the gradients of the recipe's model.
 
     Args:
@@ -77,7 +78,7 @@ def measure_sums(
 
 def _measure_point(
     pod: Pod, options: Options, links: probe.Probe, strategy: str, label: str, like: Any, repeats: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Time one strategy on one payload and compare the sums with the expected value."""
     leaves, structure = jax.tree.flatten(like)
     ends = np.cumsum([leaf.size for leaf in leaves])
@@ -122,7 +123,7 @@ def _make_gradients(recipe: Recipe) -> Any:
 HEADER = ["payload", "strategy", "ms", "MB/s", "bus MB/s", "of the links", "model ms"]
 
 
-def format_rows(result: dict[str, Any]) -> list[list[str]]:
+def format_rows(result: JsonObject) -> list[list[str]]:
     """Return the measured points as rows of a table."""
     return [
         [

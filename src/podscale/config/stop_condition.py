@@ -1,8 +1,8 @@
 """StopCondition: the accuracy at which a training stops; the paper's headline is the time it takes to get there."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 
 METRICS = {"accuracy": "accuracy", "top5": "accuracy_top5"}
@@ -39,6 +39,6 @@ class StopCondition:
             raise UserError(f"--until {text} can never be reached: an accuracy is between 0 and 1")
         return condition
 
-    def is_reached(self, evaluation: dict[str, Any]) -> bool:
+    def is_reached(self, evaluation: JsonObject) -> bool:
         """Return whether an evaluation's values satisfy the condition."""
         return bool(evaluation[self.metric] >= self.value)

@@ -4,13 +4,14 @@ import json
 import tomllib
 from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 
 MAX_TOML_BYTES = 2**19
 MAX_DOTS = 200  # in a line, and so in a key
 
 
-def parse_toml(text: str, title: str) -> dict[str, Any]:
+def parse_toml(text: str, title: str) -> JsonObject:
     """Return the tables of a TOML text.
 
     Args:

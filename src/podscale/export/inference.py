@@ -4,12 +4,13 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.data.image_files import ImageFiles, list_image_files
 from podscale.errors import UserError
@@ -60,7 +61,7 @@ def describe_checkpoint(run: Run, step: int) -> str:
 
 def evaluate(
     run: Run, pod: Pod | None = None, options: Options = Options(), which: str = "best", model: nnx.Module | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return accuracy and loss of a checkpoint over all validation examples of the recipe's data.
 
     Args:
@@ -109,7 +110,7 @@ def evaluate(
 
 def predict(
     run: Run, images: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Classify images.
 
     Args:
@@ -143,7 +144,7 @@ def predict(
 
 def iterate_predictions(
     run: Run, images: Sequence[str | os.PathLike[str]], which: str = "best", model: nnx.Module | None = None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """Yield the predictions of `predict`, each as soon as it is known."""
     classes, files = run.classes(), ImageFiles(list_image_files(images), run.recipe, jax.devices()[0])
     trained = trained_models.load_trained(run, which, model)
@@ -170,7 +171,7 @@ def _delay_by_one(items: Iterator[T]) -> Iterator[T]:
     yield from previous
 
 
-def _top_classes(probabilities: np.ndarray, classes: tuple[str, ...]) -> list[dict[str, Any]]:
+def _top_classes(probabilities: np.ndarray, classes: tuple[str, ...]) -> list[JsonObject]:
     best = np.argsort(-probabilities, kind="stable")[:TOP]
     return [{"class": classes[c], "probability": float(probabilities[c])} for c in best]
 

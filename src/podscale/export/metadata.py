@@ -1,7 +1,6 @@
 """Metadata of an exported model: what another program must know to use it."""
 
-from typing import Any
-
+from podscale.config.json_types import JsonObject
 from podscale.recipe import Data
 from podscale.runs.folder import Run
 from podscale.storage.files import to_json
@@ -49,7 +48,7 @@ def write_pillow_code(data: Data) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe_preprocessing(data: Data) -> dict[str, Any]:
+def describe_preprocessing(data: Data) -> JsonObject:
     """Return how an image becomes the model's input, in numbers and in words."""
     shrink = f"shrink it to at most {data.shrink} pixels on the longer side, bilinear; " if data.shrink else ""
     return {

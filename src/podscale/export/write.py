@@ -13,10 +13,10 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from flax import nnx
 
+from podscale.config.json_types import JsonObject
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.export.metadata import make_metadata
@@ -35,7 +35,7 @@ def export_model(
     format: str = "",
     which: str = "best",
     model: nnx.Module | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write a run's model to a file for other programs.
 
     Args:

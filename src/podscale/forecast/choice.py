@@ -9,8 +9,9 @@ import math
 import os
 import socket
 import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options, set_summation
 from podscale.forecast import chips, network, probe
 from podscale.parallel.strategies import STRATEGIES, list_replicated
@@ -107,7 +108,7 @@ def _count_buckets(size: float, mib: int) -> int:
 # --- resumed runs --------------------------------------------------------------------------------------------------
 
 
-def reuse_choice(options: Options, pod: Pod, plan: dict[str, Any] | None) -> Options:
+def reuse_choice(options: Options, pod: Pod, plan: JsonObject | None) -> Options:
     """Return the options with the choice of the run's first session, if that was on the same pod.
 
     Another strategy would round differently and change the resumed training.
@@ -127,7 +128,7 @@ def reuse_choice(options: Options, pod: Pod, plan: dict[str, Any] | None) -> Opt
     return set_summation(options, names[number], mib if options.bucket_mib < 0 else options.bucket_mib)
 
 
-def _is_same_pod(plan: dict[str, Any], pod: Pod) -> bool:
+def _is_same_pod(plan: JsonObject, pod: Pod) -> bool:
     here = {"kind": pod.kind, "rows": pod.rows, "cols": pod.cols, "cores": pod.cores, "hosts": pod.hosts}
     return here.items() <= plan["pod"].items()
 

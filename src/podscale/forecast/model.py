@@ -9,8 +9,8 @@ and compilation.
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.forecast import network
 from podscale.forecast.chips import Chip, get_chip
 from podscale.forecast.compute import FORWARD, Work, predict_best_rate, predict_forward_s, predict_step_s
@@ -178,7 +178,7 @@ def _predict_eval_s(plan: Plan, row: Chip, work: Work) -> float:
 # --- comparison with a run -------------------------------------------------------------------------------------------
 
 
-def compare_step(forecast: Forecast, devices_s: float, waited_s: float) -> dict[str, Any]:
+def compare_step(forecast: Forecast, devices_s: float, waited_s: float) -> JsonObject:
     """Compare the predicted step with a measured one.
 
     A run cannot separate computing from the messages between devices, so only the parts it can measure are compared.
@@ -233,7 +233,7 @@ def format_rows(forecast: Forecast) -> list[tuple[str, str]]:
     ]
 
 
-def to_dict(forecast: Forecast) -> dict[str, Any]:
+def to_dict(forecast: Forecast) -> JsonObject:
     """Return the forecast as a dictionary of plain values, for JSON."""
     return {
         "step_s": forecast.step_s,

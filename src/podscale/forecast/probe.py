@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from podscale.config.json_types import JsonObject
 from podscale.forecast import network
 from podscale.forecast.network import Axis
 from podscale.parallel.collectives import lay_rings
@@ -87,7 +88,7 @@ class Probe:
         """The best measured bytes per second that a chip sends over all of its links at once."""
         return max(self.row.rate, self.column.rate, self.ring.rate, 2 * self.ring2.rate, 4 * self.four.rate)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.recipe import Recipe
 from podscale.storage.files import to_json, write_atomically
@@ -26,7 +26,7 @@ def make_key(recipe: Recipe, pod: str, options: Options, compiles: bool) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def load_answer(key: str) -> dict[str, Any] | None:
+def load_answer(key: str) -> JsonObject | None:
     """Return the cached answer of this key, or None if there is none or it cannot be read."""
     with suppress(OSError, ValueError):
         answer = json.loads(_get_path(key).read_text())
@@ -34,7 +34,7 @@ def load_answer(key: str) -> dict[str, Any] | None:
     return None
 
 
-def save_answer(key: str, answer: dict[str, Any]) -> None:
+def save_answer(key: str, answer: JsonObject) -> None:
     """Cache an answer; do nothing if the cache folder cannot be written."""
     with suppress(OSError):
         _get_path(key).parent.mkdir(parents=True, exist_ok=True)

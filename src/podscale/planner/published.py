@@ -2,10 +2,10 @@
 
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from podscale import plan as plans
 from podscale import recipe as recipes
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.forecast import chips
 from podscale.forecast.compute import RESNET50
@@ -98,7 +98,7 @@ def format_rows(comparisons: list[Comparison]) -> list[list[str]]:
     ]
 
 
-def to_dict(comparisons: list[Comparison]) -> dict[str, Any]:
+def to_dict(comparisons: list[Comparison]) -> JsonObject:
     """Return the comparison as a dictionary of plain values, for JSON."""
     listed = [c for c in comparisons if c.run.listed]
     return {

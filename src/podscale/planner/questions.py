@@ -2,8 +2,9 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.forecast import chips, model
@@ -21,7 +22,7 @@ class Answer(NamedTuple):
     """Names and values for a table, and the same as a dictionary for JSON."""
 
     rows: list[tuple[str, str]]
-    values: dict[str, Any]
+    values: JsonObject
 
 
 def plan_on_pod(recipe: Recipe, pod: Pod, options: Options, compiles: bool = True) -> Answer:
@@ -46,7 +47,7 @@ def plan_on_pod(recipe: Recipe, pod: Pod, options: Options, compiles: bool = Tru
     return Answer(rows, values)
 
 
-def _compile(plan: Plan) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def _compile(plan: Plan) -> tuple[list[tuple[str, str]], JsonObject]:
     """Return the compiler's report as rows and values; if nothing can be compiled, the reason as one row."""
     reason = described_devices.explain_no_compiler(plan.pod)
     if not reason:
@@ -62,7 +63,7 @@ def _compile(plan: Plan) -> tuple[list[tuple[str, str]], dict[str, Any]]:
 # --- many pods at once -----------------------------------------------------------------------------------------------
 
 
-def search_pods(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list[str]], dict[str, Any]]:
+def search_pods(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list[str]], JsonObject]:
     """Return a table and values of the pods of a kind that train the recipe faster than every smaller pod.
 
     Args:
@@ -82,7 +83,7 @@ def search_pods(recipe: Recipe, kind: str, chip_hours: float) -> tuple[list[list
     return search.format_rows(forecasts), {"found": values}
 
 
-def write_scaling_plot(recipe: Recipe, kind: str, path: str) -> dict[str, Any]:
+def write_scaling_plot(recipe: Recipe, kind: str, path: str) -> JsonObject:
     """Write a plot of how a recipe scales on a kind of chip to an SVG file."""
     require_local(path, "--plot")
     plan, work = _count_needs(recipe, kind)

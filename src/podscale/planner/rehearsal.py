@@ -11,12 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.data import crop
 from podscale.data.balance import make_order
@@ -37,7 +38,7 @@ RATE_POINTS = 24  # points of the learning rate in the result
 
 def rehearse(
     recipe: Recipe, pod: Pod, options: Options = Options(), *, images: int = 256, report: Report = lambda part: None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Rehearse a training and return what it would do.
 
     Args:
@@ -93,7 +94,7 @@ def _time_call(work: Callable[[], T]) -> tuple[float, T]:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _check_order(program: Program) -> dict[str, Any]:
+def _check_order(program: Program) -> JsonObject:
     """Count the samples of all steps: each must occur once in each pass over its lane, and never twice."""
     recipe, samples = program.plan.recipe, program.plan.counts.train
     order = make_order(recipe, program.data.train.labels)
@@ -116,7 +117,7 @@ def _check_order(program: Program) -> dict[str, Any]:
     return result
 
 
-def _sample_learning_rate(program: Program) -> dict[str, Any]:
+def _sample_learning_rate(program: Program) -> JsonObject:
     """Return the learning rate's peak, its last value, and some points (step, rate)."""
     steps = np.arange(program.plan.steps)
     rates = np.asarray(jax.vmap(program.schedule)(steps))
@@ -150,7 +151,7 @@ def _decode_images(program: Program, images: int) -> list[str]:
     return [reason for _, reason in bad]
 
 
-def _try_checkpoint(program: Program) -> dict[str, Any]:
+def _try_checkpoint(program: Program) -> JsonObject:
     """Write a checkpoint of full size, read it back, and delete it; return its bytes and the seconds of both."""
     with (
         tempfile.TemporaryDirectory(prefix="podscale-rehearsal-") as folder,
@@ -171,7 +172,7 @@ def _try_checkpoint(program: Program) -> dict[str, Any]:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def format_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+def format_rows(result: JsonObject) -> list[tuple[str, str]]:
     """Return the result as rows of a table: names and values."""
     order, rate, checkpoint = result["order"], result["learning_rate"], result["checkpoint"]
     decoded = result["decoded"]

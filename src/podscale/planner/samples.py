@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from podscale.config.json_types import JsonObject
 from podscale.data import loader
 from podscale.data.files import Progress
 from podscale.data.index.dataset import Splits, open_index
@@ -30,7 +31,7 @@ BACKGROUND, TEXT_COLOR = (255, 255, 255), (30, 34, 40)
 
 def write_sheet(
     recipe: Recipe, path: Path, split: str = "train", count: int = 48, step: int = 0, progress: Progress | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Draw the sheet into a PNG file.
 
     Args:

@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 
+from podscale.config.json_types import JsonObject
 from podscale.processes.group import get_key_value_store
 from podscale.processes.heartbeat import KeyMissingError
 
@@ -88,7 +89,7 @@ class Watchdog:
         os._exit(STUCK)
 
 
-def _publish(beat: dict[str, Any]) -> None:
+def _publish(beat: JsonObject) -> None:
     client = get_key_value_store()
     if client is not None:
         client.key_value_set(f"podscale/beat/{jax.process_index()}", json.dumps(beat), allow_overwrite=True)

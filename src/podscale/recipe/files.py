@@ -2,8 +2,8 @@
 
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.config.suggestions import suggest_names
 from podscale.config.toml import MAX_TOML_BYTES, parse_toml
 from podscale.errors import UserError
@@ -78,7 +78,7 @@ def parse_recipe(text: str, name: str = "unnamed") -> Recipe:
         UserError: the text is not TOML, or not a valid recipe.
     """
     tables = parse_toml(text, f"recipe {name}")
-    changes: dict[str, Any] = {}
+    changes: JsonObject = {}
     for section, fields in tables.items():
         if not isinstance(fields, dict):
             raise UserError(

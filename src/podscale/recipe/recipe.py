@@ -7,9 +7,9 @@ import math
 import typing
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from podscale.config.fields import replace_fields
+from podscale.config.json_types import JsonObject
 from podscale.config.ranges import check_ranges
 from podscale.config.suggestions import list_divisors, suggest_names, suggest_numbers
 from podscale.config.toml import format_toml
@@ -55,11 +55,11 @@ class Recipe:
     def __post_init__(self) -> None:
         _check(self)
 
-    def override(self, changes: dict[str, Any]) -> "Recipe":
+    def override(self, changes: JsonObject) -> "Recipe":
         """Return a copy with `{"section.field": value}` applied; see `override_recipe`."""
         return override_recipe(self, changes)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return sections and fields as plain JSON-ready values, without the recipe's name and comment."""
         return {
             section: {k: list(v) if isinstance(v, tuple) else v for k, v in vars(getattr(self, section)).items()}
@@ -118,7 +118,7 @@ NEW_FIELDS = (
 # --- overrides -----------------------------------------------------------------------------------------------------
 
 
-def override_recipe(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+def override_recipe(recipe: Recipe, changes: JsonObject) -> Recipe:
     """Return a copy of `recipe` with changes applied.
 
     Args:
@@ -131,7 +131,7 @@ def override_recipe(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     >>> override_recipe(Recipe(), {"train.epochs": "2.5"}).train.epochs
     2.5
     """
-    sections: dict[str, dict[str, Any]] = {}
+    sections: dict[str, JsonObject] = {}
     for dotted, value in changes.items():
         section, _, field = dotted.partition(".")
         require_section(section)

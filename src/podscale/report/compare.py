@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 from podscale.report.history import (
     Line,
@@ -81,7 +82,7 @@ def _name_runs(runs: Sequence[Run]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
-def _collect_curves(name: str, run: Run) -> dict[str, Any]:
+def _collect_curves(name: str, run: Run) -> JsonObject:
     lines = run.metrics()
     return {
         "name": name,
@@ -140,7 +141,7 @@ def _summarize_run(run: Run) -> dict[str, str]:
     }
 
 
-def _select_plan_fields(run: Run) -> dict[str, dict[str, Any]]:
+def _select_plan_fields(run: Run) -> dict[str, JsonObject]:
     """Return the parts of a plan that are compared."""
     plan = run.plan()
     shape = {"kind": plan["pod"]["kind"], "shape": f"{plan['pod']['rows']}x{plan['pod']['cols']}"}
@@ -150,7 +151,7 @@ def _select_plan_fields(run: Run) -> dict[str, dict[str, Any]]:
     return {"pod": shape, "plan": {name: plan[name] for name in fields}, "by": code}
 
 
-def _format_differences(names: list[str], values: list[dict[str, dict[str, Any]]], subject: str) -> str:
+def _format_differences(names: list[str], values: list[dict[str, JsonObject]], subject: str) -> str:
     """Return a table of the fields that are not the same in all runs, section by section."""
     fields = dict.fromkeys((section, field) for run in values for section in run for field in run[section])
     rows = []

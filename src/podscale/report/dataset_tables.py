@@ -1,10 +1,10 @@
 """Print what a data set contains, what is wrong with it, and how it was prepared."""
 
 import shlex
-from typing import Any
 
 from rich.console import Console
 
+from podscale.config.json_types import JsonObject
 from podscale.report.terminal import format_columns, make_table
 
 MAX_NAMES = 5
@@ -13,7 +13,7 @@ MAX_METHODS = 6
 MAX_LINES = 30
 
 
-def show_survey(survey: dict[str, Any], console: Console) -> None:
+def show_survey(survey: JsonObject, console: Console) -> None:
     """Print what the index of a data set contains."""
     names, remaining = survey["classes"][:MAX_NAMES], len(survey["classes"]) - MAX_NAMES
     more = f", and {remaining:,} more" if remaining > 0 else ""
@@ -40,7 +40,7 @@ def show_survey(survey: dict[str, Any], console: Console) -> None:
     _show_classes(survey, console)
 
 
-def _list_unreadable(survey: dict[str, Any]) -> list[tuple[str, str]]:
+def _list_unreadable(survey: JsonObject) -> list[tuple[str, str]]:
     """Return rows about images that cannot be read, and the command that says why."""
     names = [name for facts in survey["splits"].values() for name in facts["unreadable"]]
     if not names:
@@ -50,12 +50,12 @@ def _list_unreadable(survey: dict[str, Any]) -> list[tuple[str, str]]:
     return [("unreadable", f"{len(names):,}: {', '.join(names[:MAX_NAMES])}{more}; {advice}")]
 
 
-def _format_data_options(survey: dict[str, Any]) -> str:
+def _format_data_options(survey: JsonObject) -> str:
     source = "" if survey["source"] == "folder" else f"--data.source {survey['source']} "
     return f"{source}--data.path {shlex.quote(survey['path'])}"
 
 
-def _show_classes(survey: dict[str, Any], console: Console) -> None:
+def _show_classes(survey: JsonObject, console: Console) -> None:
     """Print how many images each class has in each split."""
     counts = {split: facts["class_counts"] for split, facts in survey["splits"].items()}
     lines = [
@@ -68,7 +68,7 @@ def _show_classes(survey: dict[str, Any], console: Console) -> None:
         console.print(f"and {remaining:,} more; --json lists them all", highlight=False)
 
 
-def show_check(check: dict[str, Any], console: Console) -> None:
+def show_check(check: JsonObject, console: Console) -> None:
     """Print what is wrong with a data set, kind by kind, then how much was examined."""
     for kind, count in check["counts"].items():
         console.print(f"{kind}: {count:,}", style="bold red", highlight=False)
@@ -91,7 +91,7 @@ def show_check(check: dict[str, Any], console: Console) -> None:
     console.print(make_table(check["path"], rows))
 
 
-def show_preparation(result: dict[str, Any], console: Console) -> None:
+def show_preparation(result: JsonObject, console: Console) -> None:
     """Print what was prepared, and how to train from it."""
     images = ", ".join(f"{count:,} {split}" for split, count in result["pictures"].items())
     methods = [f"{count:,} {method}" for method, count in result["how"].items()]

@@ -1,12 +1,12 @@
 """Compute curves, sessions and rates from the lines of metrics.jsonl."""
 
 import math
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.report.html import get_colour, round_number
 
 MAX_POINTS = 1000  # of a curve; longer ones are averaged
-Line = dict[str, Any]
+Line = JsonObject
 
 
 def select_by_step(lines: list[Line], event: str) -> list[Line]:

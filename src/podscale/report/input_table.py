@@ -1,11 +1,12 @@
 """Print the result of `podscale bench input`: tables for a terminal, and a verdict in one sentence."""
 
 import math
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from podscale.config.json_types import JsonObject
 
 CROPS = {"train": "training crops", "eval": "evaluation crops"}
 WHERE = {"none": "from files", "encoded": "from files in memory", "decoded": "from pixels in memory"}
@@ -14,7 +15,7 @@ QUIET_SHARE = 0.9  # threads that get a smaller share of the cores are disturbed
 DISTURBED = "other work runs on this machine, or they wait for one another; trust no figure of theirs."
 
 
-def show_input(result: dict[str, Any], console: Console) -> None:
+def show_input(result: JsonObject, console: Console) -> None:
     """Print the stages, crops, loader, transfer to the device, and the verdict."""
     _print_line(console, _describe_images(result))
     console.print(_make_stage_table(result))
@@ -33,7 +34,7 @@ def _print_line(console: Console, text: str) -> None:
     console.print(Text(text), highlight=False)
 
 
-def _describe_images(result: dict[str, Any]) -> str:
+def _describe_images(result: JsonObject) -> str:
     size = result["image_size"]
     return (
         f"{result['pictures']:,} images of {result['path']}, {result['picture_bytes'] / 1e3:,.0f} KB and "
@@ -42,7 +43,7 @@ def _describe_images(result: dict[str, Any]) -> str:
     )
 
 
-def _make_stage_table(result: dict[str, Any]) -> Table:
+def _make_stage_table(result: JsonObject) -> Table:
     grid = _make_grid("stages, images/s", ["one core", _format_threads(result), "share"])
     for row in result["stages"]:
         share = "" if row["share"] is None else f"{row['share']:.1%}"
@@ -50,7 +51,7 @@ def _make_stage_table(result: dict[str, Any]) -> Table:
     return grid
 
 
-def _make_crop_table(result: dict[str, Any]) -> Table:
+def _make_crop_table(result: JsonObject) -> Table:
     grid = _make_grid("all stages, images/s", ["one core", _format_threads(result), "scaling"])
     for row in result["crops"]:
         cold = ", cold" if row["pages"] == "cold" else ""
@@ -62,7 +63,7 @@ def _make_crop_table(result: dict[str, Any]) -> Table:
     return grid
 
 
-def _describe_hand_over(result: dict[str, Any]) -> str:
+def _describe_hand_over(result: JsonObject) -> str:
     if not result["copies"]:
         return "hand-over: the CPU keeps the memory it is given; nothing is copied"
     unpinned = result["bytes_per_s_unpinned"]
@@ -81,7 +82,7 @@ def _make_grid(title: str, columns: list[str]) -> Table:
     return grid
 
 
-def _format_threads(result: dict[str, Any]) -> str:
+def _format_threads(result: JsonObject) -> str:
     return f"{result['threads']} thread{'s' * (result['threads'] > 1)}"
 
 
@@ -92,7 +93,7 @@ def _format_rate(value: float | None) -> str:
 # --- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def judge_input(result: dict[str, Any], feed: float) -> dict[str, Any]:
+def judge_input(result: JsonObject, feed: float) -> JsonObject:
     """Return whether the measured rates feed `feed` images/s (0: the rate of one GPU), their limit, and a verdict."""
     rate, target = result["loader"][result["kept"]] or result["loader"]["none"], feed or GPU_IMAGES_PER_S
     limit, cores = _find_limit(result, rate), math.ceil(target * result["threads"] / rate)
@@ -119,7 +120,7 @@ def judge_input(result: dict[str, Any], feed: float) -> dict[str, Any]:
     return {"images_per_s": rate, "feed": feed or None, "feeds": feeds, "limit": limit, "verdict": sentence}
 
 
-def _find_limit(result: dict[str, Any], rate: float) -> str:
+def _find_limit(result: JsonObject, rate: float) -> str:
     crops = [
         row for row in result["crops"] if (row["crop"], row["kept"], row["pages"]) == ("train", result["kept"], "warm")
     ]

@@ -5,15 +5,15 @@ the class's images that are found, F1 their harmonic mean, balanced accuracy the
 error is that of Guo et al. 2017, arXiv 1706.04599, section 2, with equal bins of confidence.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
+
+from podscale.config.json_types import JsonObject
 
 BINS = 10  # of confidence
 
 
-def compute_scores(labels: NDArray[np.integer], predictions: NDArray[np.float32], classes: int) -> dict[str, Any]:
+def compute_scores(labels: NDArray[np.integer], predictions: NDArray[np.float32], classes: int) -> JsonObject:
     """Return the scores of an evaluation, as values that JSON can hold.
 
     Args:
@@ -53,7 +53,7 @@ def _divide(part: np.integer, whole: np.integer) -> float | None:
 
 def _measure_calibration(
     right: NDArray[np.bool_], confidence: NDArray[np.float32], valid: NDArray[np.bool_]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the reliability curve, a row per bin that holds images, and the expected calibration error."""
     right, confidence = right[valid], confidence[valid].astype(np.float64)
     numbers = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
@@ -67,7 +67,7 @@ def _measure_calibration(
     return {"expected_error": error if rows else None, "bins": rows}
 
 
-def describe_baseline(accuracy: float, scores: dict[str, Any], classes: tuple[str, ...]) -> str:
+def describe_baseline(accuracy: float, scores: JsonObject, classes: tuple[str, ...]) -> str:
     """Return a warning if the model is no better than always predicting the most frequent class; else empty.
 
     >>> describe_baseline(0.5, {"majority_baseline": 0.676, "majority_class": 1}, ("cat", "dog"))

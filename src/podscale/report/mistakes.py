@@ -7,12 +7,12 @@ import base64
 import io
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from podscale.config.json_types import JsonObject
 from podscale.data.index.dataset import Index
 from podscale.data.loader import load_eval_images
 from podscale.errors import UserError
@@ -29,7 +29,7 @@ NO_PREDICTION = -1  # the class of an image that could not be read, or whose out
 
 def summarize_mistakes(
     step: int, predictions: NDArray[np.float32], labels: NDArray[np.int32], classes: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return counts by class, confused classes, and the examples to show.
 
     Args:
@@ -70,7 +70,7 @@ def _select_examples(
     true_confidence: NDArray,
     labels: NDArray,
     max_per_class: int = MAX_IMAGES,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the candidates with the highest confidence, with a limit per class."""
     samples, per_class = np.flatnonzero(candidates), Counter[int]()
     order: list[int] = []

@@ -1,8 +1,8 @@
 """Render the mistakes of an evaluation as HTML: confused classes, images worth a look, unreadable files."""
 
 from html import escape
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.report.html import render_table, wrap_scrolling
 from podscale.report.metrics import describe_baseline
 
@@ -11,7 +11,7 @@ MAX_CLASSES = 20  # of the first table of classes
 MAX_PAIRS = 15
 MAX_BAD_IMAGES = 100
 SHADES = 9  # of the matrix's cells, by the share of a class
-Mistakes = dict[str, Any]
+Mistakes = JsonObject
 
 
 def render_mistakes(mistakes: Mistakes, names: tuple[str, ...], steps_per_epoch: float) -> str:

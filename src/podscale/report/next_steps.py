@@ -1,8 +1,8 @@
 """Suggest what to do after a run, from its metrics and mistakes."""
 
 from html import escape
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.report.history import select_by_step
 from podscale.report.metrics import describe_baseline
 from podscale.runs.folder import Run
@@ -10,7 +10,7 @@ from podscale.runs.folder import Run
 IMBALANCE = 3  # images of the largest class per image of the smallest
 MISCALIBRATED = 0.1
 GAP = 0.15  # between training and validation accuracy
-Line = dict[str, Any]
+Line = JsonObject
 
 
 def list_next_steps(run: Run, lines: list[Line], mistakes: Line) -> list[str]:

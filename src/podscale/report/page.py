@@ -7,8 +7,8 @@ are written here; the page's scripts only draw the charts, from the JSON embedde
 import math
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.recipe import Recipe
 from podscale.report import mistakes_section, next_steps, pod_section, time_section
 from podscale.report.history import (
@@ -72,7 +72,7 @@ def render_report(run: Run) -> str:
     )
 
 
-def _collect_data(lines: list[Line], trained: list[Line], evaluated: list[Line], plan: Line) -> dict[str, Any]:
+def _collect_data(lines: list[Line], trained: list[Line], evaluated: list[Line], plan: Line) -> JsonObject:
     """Return the data that the page's scripts draw."""
     pod = plan["pod"]
     return {
@@ -91,7 +91,7 @@ def _format_phase(key: str, name: str, text: str) -> str:
     return f'<li data-phase="{key}"><b>{name}.</b> {text}</li>'
 
 
-def _format_keys(parts: dict[str, Any]) -> str:
+def _format_keys(parts: JsonObject) -> str:
     return " ".join(f'<span class="key s{get_colour(name)}">{escape(name)}</span>' for name in parts)
 
 

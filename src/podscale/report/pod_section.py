@@ -1,11 +1,10 @@
 """Describe the pod: its shape, and what happens in each phase when gradients are summed on it."""
 
-from typing import Any
-
+from podscale.config.json_types import JsonObject
 from podscale.parallel.routes import PATHS, count_hops
 
 MAX_DRAWN = 8  # rows and columns of chips; the page's script draws only an excerpt of larger pods
-Line = dict[str, Any]
+Line = JsonObject
 
 
 def describe_pod(plan: Line) -> str:

@@ -3,11 +3,12 @@
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from podscale.config.json_types import JsonObject
 
 
 def make_table(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -33,7 +34,7 @@ def format_columns(head: list[str], rows: list[list[str]]) -> Text:
     return Text.assemble((header, "bold"), *(f"\n{text}" for text in texts))
 
 
-def show_summary(summary: dict[str, Any], console: Console) -> None:
+def show_summary(summary: JsonObject, console: Console) -> None:
     """Print the summary of a run, and what to do with it next."""
     seconds, folder = summary["seconds"], summary["run"]
     rows = []
@@ -62,7 +63,7 @@ def show_summary(summary: dict[str, Any], console: Console) -> None:
         console.print(f"warning: {summary['warning']}", style="bold red", highlight=False, markup=False)
 
 
-def _format_step(step: dict[str, Any]) -> str:
+def _format_step(step: JsonObject) -> str:
     """Return the measured and the predicted step, and where they differ most."""
     part = step["differs_most"]
     measured, predicted = (step[f"{kind}_parts_s"][part] * 1e3 for kind in ("measured", "predicted"))
@@ -78,7 +79,7 @@ def _get_command() -> str:
     return str(program) if program.name == "podscale" and not shutil.which("podscale") else "podscale"
 
 
-def _format_target(summary: dict[str, Any]) -> str:
+def _format_target(summary: JsonObject) -> str:
     (metric, value), *_ = summary["until"].items()
     if not summary["reached"]:
         return f"{metric} {value} was not reached"
@@ -86,7 +87,7 @@ def _format_target(summary: dict[str, Any]) -> str:
     return f"{metric} {value} reached in {summary['reached_s']:.1f} s ({with_compile:.1f} s with compilation)"
 
 
-def show_prediction(prediction: dict[str, Any], console: Console) -> None:
+def show_prediction(prediction: JsonObject, console: Console) -> None:
     """Print the classes of an image; nothing for one that cannot be read, which is reported at the end."""
     if "top" not in prediction:
         return
@@ -95,7 +96,7 @@ def show_prediction(prediction: dict[str, Any], console: Console) -> None:
         console.print(f"  {guess['probability']:6.1%}  {guess['class']}", highlight=False, markup=False)
 
 
-def summarize_unreadable(predictions: list[dict[str, Any]]) -> str:
+def summarize_unreadable(predictions: list[JsonObject]) -> str:
     """Return a sentence about the images that could not be read; empty if all could.
 
     >>> unreadable = {"image": "b.jpg", "error": "cannot read b.jpg: it is empty"}

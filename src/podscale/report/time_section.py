@@ -1,13 +1,13 @@
 """Render where the time of a run went as HTML: over all sessions, and of a step, measured and predicted."""
 
 from pathlib import Path
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.report.html import render_bar, render_table
 from podscale.runs import ledger as ledgers
 
 PERIODIC_PARTS = ("check", "evaluate", "checkpoint", "other")  # parts of a step's time that only some steps have
-Line = dict[str, Any]
+Line = JsonObject
 
 
 def render_ledger(summary: Line, folder: Path, sessions: int) -> str:

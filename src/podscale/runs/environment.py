@@ -7,13 +7,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.processes.host import count_usable_cores, measure_usable_memory, read_processor_name
 
 SOURCES = (".py", ".toml", ".css", ".js", ".html")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "PODSCALE_DECODER")
 
 
-def describe_machine(devices: list[Any]) -> dict[str, Any]:
+def describe_machine(devices: list[Any]) -> JsonObject:
     """Return names and numbers of this machine; nothing that identifies its owner.
 
     Args:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from podscale.config.json_types import JsonObject
+
 METRICS = ("start", "train", "eval", "straggler", "end")  # the kinds that journals, trackers and callbacks get
 
 
@@ -43,7 +45,7 @@ class Event:
     kind: str
     step: int
     epoch: float
-    values: dict[str, Any]
+    values: JsonObject
     details: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 

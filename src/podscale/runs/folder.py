@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 from podscale.recipe import Recipe, parse_recipe, parse_title, read_recipe_file
 from podscale.storage.files import read_json, read_lines, write_atomically
@@ -98,7 +99,7 @@ class Run:
 
     @classmethod
     def check_changes(
-        cls, folder: Path, plan: dict[str, Any], classes: tuple[str, ...], allowed: Collection[str] = ()
+        cls, folder: Path, plan: JsonObject, classes: tuple[str, ...], allowed: Collection[str] = ()
     ) -> None:
         """Refuse to resume with other data, or other libraries, than the run started with.
 
@@ -130,7 +131,7 @@ class Run:
         cls,
         folder: Path,
         recipe: Recipe,
-        plan: dict[str, Any],
+        plan: JsonObject,
         classes: tuple[str, ...],
         allowed: Collection[str] = (),
     ) -> "Run":
@@ -158,7 +159,7 @@ class Run:
         return cls(folder, recipe)
 
     @classmethod
-    def read_plan(cls, folder: Path) -> dict[str, Any] | None:
+    def read_plan(cls, folder: Path) -> JsonObject | None:
         """Return the plan of the run in a folder; None if there is none, or it is broken."""
         plan = read_json(folder / "plan.json")
         return plan if isinstance(plan, dict) and {"pod", "summation", "bucket_bytes"} <= set(plan) else None
@@ -225,7 +226,7 @@ class Run:
             raise UserError(f"the run in {self.folder} does not name its classes: classes.json is missing or broken")
         return tuple(names)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[JsonObject]:
         """Return all lines of metrics.jsonl.
 
         Raises:
@@ -237,11 +238,11 @@ class Run:
         except ValueError:
             raise UserError(f"{path} is damaged: a line of it is not JSON; remove that line to resume") from None
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Return summary.json; empty while the run has not ended."""
         return read_json(self.folder / "summary.json") or {}
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> JsonObject:
         """Return plan.json: how the recipe was last mapped onto a pod.
 
         Raises:
@@ -252,7 +253,7 @@ class Run:
             raise UserError(f"the run in {self.folder} has no plan: plan.json is missing or broken; train it again")
         return plan
 
-    def mistakes(self) -> dict[str, Any]:
+    def mistakes(self) -> JsonObject:
         """Return findings.json: which classes the last evaluation mistook for which; empty if that is not known."""
         mistakes = read_json(self.folder / "findings.json")
         is_valid = isinstance(mistakes, dict) and len(mistakes.get("examples", ())) == len(self.classes())

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.storage.files import write_atomically
 
 TRAINING, LOST, DOWN = "train", "lost work", "between sessions"
@@ -156,7 +156,7 @@ def _get_last_write_time(folder: Path) -> float:
 def _read_sessions(path: Path) -> list[Session]:
     """Return earlier sessions; none if the file is missing or broken: it is for people, and no computation needs it."""
     try:
-        entries: list[dict[str, Any]] = json.loads(path.read_text())
+        entries: list[JsonObject] = json.loads(path.read_text())
         return [
             Session(
                 entry["began"],

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from podscale import recipe as recipes
+from podscale.config.json_types import JsonObject
 from podscale.config.suggestions import suggest_names
 from podscale.config.toml import parse_toml
 from podscale.errors import UserError
@@ -49,7 +50,7 @@ class Case:
     """One recipe of a study. `values` are those by which it differs from the other cases."""
 
     name: str
-    values: dict[str, Any]
+    values: JsonObject
     recipe: Recipe
 
     def with_seed(self, seed: int) -> Recipe:
@@ -68,7 +69,7 @@ class Study:
     measure: str
 
 
-def load_study(path: str | Path, changes: dict[str, Any] | None = None, seeds: Sequence[int] = ()) -> Study:
+def load_study(path: str | Path, changes: JsonObject | None = None, seeds: Sequence[int] = ()) -> Study:
     """Read a study's file.
 
     Args:
@@ -95,7 +96,7 @@ def load_study(path: str | Path, changes: dict[str, Any] | None = None, seeds: S
     return Study(path.stem, recipes.parse_opening_comment(text), cases, seeds, measure)
 
 
-def _build_cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) -> Iterator[Case]:
+def _build_cases(path: Path, tables: JsonObject, changes: JsonObject) -> Iterator[Case]:
     base = _load_recipe(path, tables)
     common = flatten_fields(tables.get("set", {}), "set") | changes
     fields = flatten_fields(tables.get("grid", {}), "grid")
@@ -121,7 +122,7 @@ def _build_cases(path: Path, tables: dict[str, Any], changes: dict[str, Any]) ->
             yield Case(title, differences, recipes.override_recipe(recipe, changed | values))
 
 
-def _load_recipe(path: Path, tables: dict[str, Any]) -> Recipe:
+def _load_recipe(path: Path, tables: JsonObject) -> Recipe:
     name = tables.get("recipe", "digits")
     if not isinstance(name, str):
         raise UserError(f"a study's recipe is a name or a TOML file, not {name!r}")
@@ -129,9 +130,9 @@ def _load_recipe(path: Path, tables: dict[str, Any]) -> Recipe:
     return recipes.load_recipe(beside if name.endswith(".toml") and beside.exists() else name)
 
 
-def _index_by_name(cases: Any) -> dict[str, dict[str, Any]]:
+def _index_by_name(cases: Any) -> dict[str, JsonObject]:
     """Return the cases by name; a study without cases has one, which needs no name."""
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, JsonObject] = {}
     if not (isinstance(cases, list) and cases and all(isinstance(case, dict) for case in cases)):
         raise UserError("a study's cases are tables, each started by [[case]]")
     for case in cases:
@@ -150,9 +151,9 @@ class _Override:
 
     case: str
     grid: dict[str, list[Any]]
-    settings: dict[str, Any]
+    settings: JsonObject
 
-    def applies_to(self, case: str, values: dict[str, Any]) -> bool:
+    def applies_to(self, case: str, values: JsonObject) -> bool:
         return self.case in ("", case) and all(values[field] in some for field, some in self.grid.items())
 
 
@@ -191,11 +192,11 @@ def _check_seeds(seeds: Any) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def flatten_fields(tables: Any, section: str) -> dict[str, Any]:
+def flatten_fields(tables: Any, section: str) -> JsonObject:
     """Return tables by section and field, or fields by dotted name, as `{"section.field": value}`."""
     if not isinstance(tables, dict):
         raise UserError(f"{section} in a study is a table of recipe fields, not {tables!r}")
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for name, value in tables.items():
         if "." in name:
             fields[name] = value

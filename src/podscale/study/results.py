@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.report.svg import FAINT, INK, draw_dot, draw_line, draw_text, make_svg
 from podscale.study.grid import MEASURES, Study
 
@@ -17,7 +18,7 @@ COLOURS = ("#4878a8", "#c44e52", "#55a868", "#e8a33d", "#8172b2", "#64b5cd", "#8
 LOG_RATIO = 8  # a ratio of the largest to the smallest value from which the axis is logarithmic
 
 
-def summarize(study: Study, by_case: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summarize(study: Study, by_case: dict[str, JsonObject]) -> JsonObject:
     """Return mean and standard deviation (n - 1) of the measure, for every case with a result."""
     cases = []
     for name, case in by_case.items():
@@ -33,7 +34,7 @@ def summarize(study: Study, by_case: dict[str, dict[str, Any]]) -> dict[str, Any
     return {"study": study.name, "about": study.doc, "measure": study.measure, "cases": cases}
 
 
-def format_rows(result: dict[str, Any]) -> list[list[str]]:
+def format_rows(result: JsonObject) -> list[list[str]]:
     """Return the table's rows, in the order of the study."""
     return [
         [case["case"], *(format_measure(case[part], result["measure"]) for part in COLUMNS[1:5]), str(case["count"])]
@@ -48,7 +49,7 @@ def format_measure(value: float | None, measure: str) -> str:
     return f"{100 * value:.2f}" if measure in PERCENT_MEASURES else f"{value:,.2f}"
 
 
-def describe_failures(result: dict[str, Any]) -> str:
+def describe_failures(result: JsonObject) -> str:
     """Return one sentence about trainings without a result; "" if there are none."""
     missing = [(case["case"], run) for case in result["cases"] for run in case["runs"] if "error" in run]
     if not missing:
@@ -60,7 +61,7 @@ def describe_failures(result: dict[str, Any]) -> str:
 # --- the plot --------------------------------------------------------------------------------------------------------
 
 
-def draw_plot(study: Study, result: dict[str, Any]) -> str:
+def draw_plot(study: Study, result: JsonObject) -> str:
     """Draw means with error bars of one deviation, along the first field with several numbers, or case by case."""
     cases = [case for case in result["cases"] if case["mean"] is not None]
     axis = _choose_axis_field(study)
@@ -85,7 +86,7 @@ def draw_plot(study: Study, result: dict[str, Any]) -> str:
     return make_svg(WIDTH, HEIGHT, marks)
 
 
-def _draw_error_bars(points: list[tuple[float, dict[str, Any]]], y_of: Any, colour: str, joined: bool) -> list[str]:
+def _draw_error_bars(points: list[tuple[float, JsonObject]], y_of: Any, colour: str, joined: bool) -> list[str]:
     marks = (
         [draw_line([(x, y_of(case["mean"])) for x, case in points], colour, 1.5)] if joined and len(points) > 1 else []
     )
@@ -107,9 +108,9 @@ def _choose_axis_field(study: Study) -> str:
     return ""
 
 
-def _group_into_series(cases: Sequence[dict[str, Any]], axis: str) -> dict[str, list[dict[str, Any]]]:
+def _group_into_series(cases: Sequence[JsonObject], axis: str) -> dict[str, list[JsonObject]]:
     """Group cases that differ only along the axis into one line."""
-    series: dict[str, list[dict[str, Any]]] = {}
+    series: dict[str, list[JsonObject]] = {}
     for number, case in enumerate(cases, start=1):
         labels = [f"{field} {value}" if field != "case" else str(value) for field, value in case["values"].items()]
         others = [label for field, label in zip(case["values"], labels, strict=True) if field != axis]
@@ -129,7 +130,7 @@ def _make_x_scale(places: Sequence[Any]) -> Any:
     return lambda place: inner[0] + (scale(place) - low) / (high - low) * (inner[1] - inner[0])
 
 
-def _make_y_scale(cases: Sequence[dict[str, Any]], measure: str) -> tuple[Any, list[tuple[float, str]]]:
+def _make_y_scale(cases: Sequence[JsonObject], measure: str) -> tuple[Any, list[tuple[float, str]]]:
     """Return a function from a value to its y coordinate, and the ticks of the axis."""
     ends = [case["mean"] + sign * (case["deviation"] or 0.0) for case in cases for sign in (-1, 1)] or [0.0, 1.0]
     extent = max(ends) - min(ends) or abs(max(ends)) or 1.0

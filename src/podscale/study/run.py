@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich.console import Console
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.errors import DivergedError, UserError
 from podscale.pod import Pod
@@ -27,7 +27,7 @@ from podscale.training.divergence import BUNDLE
 POLL_S = 1.0  # between looks at the trainings of other processes, once nothing else is left
 
 
-def run_study(study: Study, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any]:
+def run_study(study: Study, folder: Path, pod: Pod, options: Options, console: Console) -> JsonObject:
     """Train what is not trained yet, write table and plot to `folder`, and return the results of all cases.
 
     Several processes may share one folder: each takes a training that no other has claimed, and in the end waits for
@@ -39,7 +39,7 @@ def run_study(study: Study, folder: Path, pod: Pod, options: Options, console: C
     pending = [
         (case, seed) for seed in study.seeds for case in study.cases
     ]  # every case has a result before any has two
-    runs: dict[tuple[str, int], dict[str, Any]] = {}
+    runs: dict[tuple[str, int], JsonObject] = {}
     waiting = False
     with _cache_programs(folder / "compiled"):
         while pending:
@@ -76,7 +76,7 @@ def _run_folder(folder: Path, case: Case, seed: int) -> Path:
     return folder / f"{recipe.name}-{recipe.digest()}"
 
 
-def _group_by_case(study: Study, runs: dict[tuple[str, int], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _group_by_case(study: Study, runs: dict[tuple[str, int], JsonObject]) -> dict[str, JsonObject]:
     """Return the results so far, in the order of the study."""
     return {
         case.name: {
@@ -87,7 +87,7 @@ def _group_by_case(study: Study, runs: dict[tuple[str, int], dict[str, Any]]) ->
     }
 
 
-def _train_case(case: Case, seed: int, folder: Path, pod: Pod, options: Options, console: Console) -> dict[str, Any]:
+def _train_case(case: Case, seed: int, folder: Path, pod: Pod, options: Options, console: Console) -> JsonObject:
     """Train a case with a seed; return what studies compare of its summary, or one sentence on why it failed."""
     run_folder = _run_folder(folder, case, seed)
     summary = read_finished_summary(run_folder)
@@ -105,7 +105,7 @@ def _train_case(case: Case, seed: int, folder: Path, pod: Pod, options: Options,
     return {"run": run_folder.name} | {name: summary.get(name) for name in results.SUMMARY_KEYS}
 
 
-def read_finished_summary(folder: Path) -> dict[str, Any] | None:
+def read_finished_summary(folder: Path) -> JsonObject | None:
     """Return the summary of a finished training; None if it has not finished or never started."""
     if not (folder / "recipe.toml").exists():
         return None
@@ -114,7 +114,7 @@ def read_finished_summary(folder: Path) -> dict[str, Any] | None:
     return summary if summary and summary["steps"] == run.plan().get("steps") else None
 
 
-def _write(folder: Path, study: Study, result: dict[str, Any]) -> None:
+def _write(folder: Path, study: Study, result: JsonObject) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "study.json", to_json(result))

@@ -1,12 +1,11 @@
 """What the user should know before the first step of a run: where images are decoded and cached, and warnings."""
 
-from typing import Any
-
+from podscale.config.json_types import JsonObject
 from podscale.data import decode
 from podscale.training.program import Program
 
 
-def list_warnings(program: Program, facts: dict[str, Any], *, is_new: bool) -> list[str]:
+def list_warnings(program: Program, facts: JsonObject, *, is_new: bool) -> list[str]:
     """Return what the user should know before the first step."""
     warnings = list(program.data.warnings)
     batch, images = program.plan.recipe.batch.size, len(program.data.train)
@@ -22,7 +21,7 @@ def list_warnings(program: Program, facts: dict[str, Any], *, is_new: bool) -> l
     return warnings
 
 
-def describe_decoding(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def describe_decoding(facts: JsonObject) -> list[tuple[str, str]]:
     """Return the plan's row about images in files."""
     if facts["decoder"] == "none":
         return []

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from podscale.config.json_types import JsonObject
 from podscale.data.balance import make_order
 from podscale.data.order import map_steps_to_batches
 from podscale.errors import DivergedError
@@ -107,14 +108,14 @@ def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: Any, p
     (folder / "README.txt").write_text(readme)
 
 
-def _summarize_arrays(tree: Any) -> dict[str, dict[str, Any]]:
+def _summarize_arrays(tree: Any) -> dict[str, JsonObject]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): _summarize_array(leaf.addressable_data(0))
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 
-def _summarize_array(array: Any) -> dict[str, Any]:
+def _summarize_array(array: Any) -> JsonObject:
     """Return shape, number of non-finite values, and range and root mean square of the finite ones."""
     values = np.asarray(array, np.float64)
     finite = values[np.isfinite(values)]

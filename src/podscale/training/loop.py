@@ -8,12 +8,13 @@ the reporters, to which the loop emits events.
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from flax import nnx
 
 from podscale import pod as pods
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
 from podscale.errors import PreemptedError, UserError
@@ -50,7 +51,7 @@ def train(
     folder: str | Path | None = None,
     until: StopCondition | None = None,
     **settings: Unpack[SettingsDict],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train a recipe, or resume its run, and return the summary.
 
     Args:
@@ -95,7 +96,7 @@ def train(
     return _run_sessions(Request(recipe, pod or pods.find_pod(), options, model, folder, until, others))
 
 
-def _run_sessions(request: Request) -> dict[str, Any]:
+def _run_sessions(request: Request) -> JsonObject:
     """Run sessions until one ends without a rollback."""
     rollbacks = 0
     while True:
@@ -111,7 +112,7 @@ def _run_sessions(request: Request) -> dict[str, Any]:
             warn(request.console, str(error))
 
 
-def _run_session(request: Request) -> dict[str, Any]:
+def _run_session(request: Request) -> JsonObject:
     """Train from the newest checkpoint to the end of the plan, or to a fault."""
     with open_session(request) as run:
         steps = run.program.plan.steps

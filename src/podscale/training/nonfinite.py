@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.runs.events import Event
 
 
@@ -24,7 +25,7 @@ class NonfiniteCounter:
     podscale.training.nonfinite.DivergenceError: every update after step 6 was non-finite
     """
 
-    def __init__(self, limit: int, journal: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, limit: int, journal: Sequence[JsonObject] = ()) -> None:
         """Start a counter.
 
         Args:

@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from flax import nnx
 from PIL import Image
 from rich.console import Console
 
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
 from podscale.data import loader
@@ -47,7 +48,7 @@ from podscale.training.reporters.progress import print_warning
 from podscale.training.setup import cache_images, describe_input, initialize, prepare
 from podscale.training.step import State
 
-Facts = dict[str, Any]  # where pixels come from; see `setup.describe_input`
+Facts = JsonObject  # where pixels come from; see `setup.describe_input`
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ Each part alone could process so many images per second; the smallest number is 
 the roofline of the model's work: arithmetic and memory bandwidth.
 """
 
-from typing import Any
-
+from podscale.config.json_types import JsonObject
 from podscale.forecast.compute import RESNET50
 
 IMAGES = 256  # per device and step: the gradients are summed once for all of them
@@ -19,7 +18,7 @@ ADVICE = {
 }
 
 
-def compute_limits(result: dict[str, Any]) -> dict[str, float]:
+def compute_limits(result: JsonObject) -> dict[str, float]:
     """Return the images per second that each part could process alone."""
     device, devices = result["device"], result["devices"]["count"]
     compute = min(device["matrix_flops_per_s"] / RESNET50.flops, device["copy_bytes_per_s"] / RESNET50.bytes)

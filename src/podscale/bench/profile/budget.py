@@ -5,10 +5,10 @@ two large matrices. No kind of work can be faster than both ceilings allow; the 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from podscale.bench.profile.program import Program
 from podscale.bench.profile.trace import DeviceActivity
+from podscale.config.json_types import JsonObject
 
 OTHER = "not in the program"
 HEADER = ["kind", "ms", "share", "GB", "GB/s", "TFLOP", "TFLOP/s", "at best, ms"]
@@ -26,7 +26,7 @@ class Ceilings:
         return max(bytes_ / self.bytes_per_s, flops / self.flops_per_s)
 
 
-def compute_budget(program: Program, activity: DeviceActivity, steps: int, ceilings: Ceilings) -> dict[str, Any]:
+def compute_budget(program: Program, activity: DeviceActivity, steps: int, ceilings: Ceilings) -> JsonObject:
     """Return the budget of one of the profiled `steps`, the kinds of work with the most time first."""
     rows: dict[str, dict[str, float]] = {}
     for name, seconds in activity.seconds.items():
@@ -44,7 +44,7 @@ def compute_budget(program: Program, activity: DeviceActivity, steps: int, ceili
     return {"kinds": kinds} | totals | _find_gap(kinds, activity, steps)
 
 
-def _find_gap(kinds: list[dict[str, Any]], activity: DeviceActivity, steps: int) -> dict[str, Any]:
+def _find_gap(kinds: list[JsonObject], activity: DeviceActivity, steps: int) -> JsonObject:
     gaps = {row["kind"]: row["s"] - row["least_s"] for row in kinds} | {"idle": activity.idle_s / steps}
     worst = max(gaps, key=lambda kind: gaps[kind])
     return {
@@ -54,13 +54,13 @@ def _find_gap(kinds: list[dict[str, Any]], activity: DeviceActivity, steps: int)
     }
 
 
-def format_verdict(budget: dict[str, Any]) -> str:
+def format_verdict(budget: JsonObject) -> str:
     """Return the ceilings and the largest gap to them as a sentence."""
     copy, product = budget["copy_bytes_per_s"] / 1e9, budget["matrix_flops_per_s"] / 1e12
     return f"measured ceilings: {copy:.3g} GB/s copied, {product:.3g} TFLOP/s multiplied; {budget['verdict']}"
 
 
-def format_rows(budget: dict[str, Any]) -> list[list[str]]:
+def format_rows(budget: JsonObject) -> list[list[str]]:
     """Return the rows of the table."""
     whole = budget["whole_s"]
     lines = []

@@ -6,6 +6,7 @@ from typing import Any
 
 from podscale.cli.arguments import make_console, make_progress_console, read_options, read_pod, read_recipe
 from podscale.cli.result import Result
+from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.recipe import Recipe
@@ -34,7 +35,7 @@ def run_plan(arguments: argparse.Namespace) -> Result:
     return Result(answer["values"] | (_draw_scaling(arguments, recipe) if arguments.plot else {}))
 
 
-def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> dict[str, Any]:
+def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> JsonObject:
     """Plan the recipe on the pod, predict its times, and compile it where asked for."""
     from podscale.planner import described_devices, questions
     from podscale.pod import named_pod
@@ -71,7 +72,7 @@ def _show_search(arguments: argparse.Namespace, recipe: Recipe) -> Any:
     return values | (_draw_scaling(arguments, recipe) if arguments.plot else {})
 
 
-def _draw_scaling(arguments: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+def _draw_scaling(arguments: argparse.Namespace, recipe: Recipe) -> JsonObject:
     from podscale.planner import questions
 
     kind = (arguments.search or arguments.pod).partition(":")[0]

@@ -26,6 +26,7 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from podscale.config.json_types import JsonObject
 from podscale.storage.files import open_regular
 
 MAGIC = b"podscale-index\x00\x01"  # the last byte is the version of the format and of the scan's result
@@ -156,7 +157,7 @@ def save_tables(path: Path, tables: Tables) -> None:
             raise
 
 
-def _describe_split(table: Table) -> dict[str, Any]:
+def _describe_split(table: Table) -> JsonObject:
     names = table.names
     return {"samples": len(table), "names": len(names), "name_bytes": len(names.blob), "places": table.paths}
 
@@ -198,7 +199,7 @@ def load_tables(path: Path) -> Tables | None:
         return None
 
 
-def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+def _read_header(file: IO[bytes]) -> tuple[JsonObject, int]:
     """Return the header, and where it ends."""
     prefix = file.read(_PREFIX)
     length, crc = (int.from_bytes(prefix[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
@@ -211,7 +212,7 @@ def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     return json.loads(text), _PREFIX + length
 
 
-def _read_tables(file: IO[bytes], header: dict[str, Any], start: int) -> Tables:
+def _read_tables(file: IO[bytes], header: JsonObject, start: int) -> Tables:
     layouts = {split: _list_layout(header["splits"][split]) for split in SPLITS}
     at = first = start + -start % ALIGN
     positions: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
@@ -245,7 +246,7 @@ def _view_array(data: NDArray[np.uint8], start: int, kind: str, shape: tuple[int
     return np.frombuffer(data, kind, _multiply(shape), start).reshape(shape)
 
 
-def _list_layout(split: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+def _list_layout(split: JsonObject) -> list[tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of a split's arrays, in the order of the file."""
     samples, names, name_bytes = (split[key] for key in ("samples", "names", "name_bytes"))
     if any(type(number) is not int or number < 0 for number in (samples, names, name_bytes)):

@@ -22,11 +22,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from podscale.config.json_types import JsonObject
 from podscale.data import decode
 from podscale.data.files import Files, Progress
 from podscale.data.index import catalog
@@ -66,7 +67,7 @@ def check_data_set(
     progress: Progress | None = None,
     threads: int = 0,
     max_image_bytes: int = decode.MAX_IMAGE_BYTES,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Decode all images of the data set in a folder and list its problems.
 
     Args:
@@ -201,7 +202,7 @@ def _find_copies(
             yield Problem("twice", split, name, f"{name} is the same as {before}; remove one of them")
 
 
-def _measure_balance(files: Files, classes: tuple[str, ...]) -> dict[str, Any]:
+def _measure_balance(files: Files, classes: tuple[str, ...]) -> JsonObject:
     """Return the smallest and the largest class, and whether they differ so much that it is reported."""
     counts = np.bincount(files.table.labels, minlength=len(classes))
     fewest, most = int(counts.argmin()), int(counts.argmax())

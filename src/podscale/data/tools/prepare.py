@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from PIL import Image
 
 from podscale import recipe
 from podscale.config.fields import replace_fields
+from podscale.config.json_types import JsonObject
 from podscale.data import decode
 from podscale.data.files import Files, Progress
 from podscale.data.index import catalog, table
@@ -72,7 +73,7 @@ def prepare_data_set(
     threads: int = 0,
     progress: Progress | None = None,
     max_image_mib: int = recipe.Data.max_image_mib,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Prepare the data set `source` in a folder, or resume an earlier prepare of it.
 
     Args:
@@ -268,7 +269,7 @@ def _check_unchanged(splits: Splits, target: Target, source: Path) -> None:
         raise UserError(f"{source} has changed while it was prepared; remove {target.folder} and prepare it again")
 
 
-def _summarize(splits: Splits, kind: str, target: Target) -> dict[str, Any]:
+def _summarize(splits: Splits, kind: str, target: Target) -> JsonObject:
     shards = [shard for split in SPLITS for shard in target.finished_shards[split]]
     methods: Counter[str] = Counter()
     for shard in shards:

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from podscale import recipe
 from podscale.config.fields import replace_fields
+from podscale.config.json_types import JsonObject
 from podscale.data.files import Progress
 from podscale.data.index import catalog
 from podscale.data.index.containers import folder, raw
@@ -23,7 +23,7 @@ IN_MEMORY_KINDS = ("npz", "cifar", "mnist")  # kinds that are loaded into memory
 
 def survey_data_set(
     path: str, kind: str = "", progress: Progress | None = None, max_image_mib: int = recipe.Data.max_image_mib
-) -> dict[str, Any]:
+) -> JsonObject:
     """Summarize the data set in a folder. Its index is made and stored as training would.
 
     Args:
@@ -81,7 +81,7 @@ def _can_find(find: Callable[[Path], object], path: Path) -> bool:
     return True
 
 
-def _summarize_split(index: Index, classes: int) -> dict[str, Any]:
+def _summarize_split(index: Index, classes: int) -> JsonObject:
     per_class = np.bincount(index.labels, minlength=classes)
     unreadable = index.list_unreadable()
     by_area = np.argsort(index.sizes.astype(np.int64).prod(axis=1), kind="stable")

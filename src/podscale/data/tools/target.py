@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.data.index import catalog
 from podscale.data.index.table import SPLITS
 from podscale.data.tools.shards import Shard, explain_write_errors
@@ -54,7 +55,7 @@ class Target:
     folder: Path
     settings: Settings
     source: str = ""  # digest of the source's index; empty before it is known
-    finished_shards: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    finished_shards: dict[str, list[JsonObject]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     finished: bool = False
 
     @classmethod
@@ -124,7 +125,7 @@ class Target:
         """Return the number of samples in the complete shards."""
         return sum(shard["samples"] for shard in self.finished_shards[split])
 
-    def _is_intact(self, shard: dict[str, Any]) -> bool:
+    def _is_intact(self, shard: JsonObject) -> bool:
         path = self.folder / shard["name"]
         return path.is_file() and path.stat().st_size == shard["bytes"]
 
@@ -139,7 +140,7 @@ class Target:
             write_atomically(self.folder / catalog.JOURNAL_FILE, json.dumps(content, indent=1))
 
 
-def _check_shard(shard: dict[str, Any]) -> dict[str, Any]:
+def _check_shard(shard: JsonObject) -> JsonObject:
     """Return a shard's entry in `prepare.json` if it is valid."""
     if not re.fullmatch(r"(train|val)-[0-9]{5}\.tar", shard["name"]):
         raise ValueError("not the name of a shard")

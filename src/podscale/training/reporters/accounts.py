@@ -1,8 +1,8 @@
 """The accounts of a run: its evaluations, where its time went, and the summary in the end."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.config.stop_condition import StopCondition
 from podscale.forecast.model import Forecast, compare_step
 from podscale.plan import Plan
@@ -14,7 +14,7 @@ from podscale.runs.ledger import History, PhaseTimer
 from podscale.runs.startup import clock as start_clock
 from podscale.storage.files import to_json, write_atomically
 
-Line = dict[str, Any]  # of a run's journal
+Line = JsonObject  # of a run's journal
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from podscale.config.json_types import JsonObject
 from podscale.data.index.dataset import Index
 from podscale.plan import Plan
 from podscale.processes.group import broadcast_int
@@ -59,7 +60,7 @@ class Emitter:
         if close := getattr(reporter, "close", None):
             self._closing.callback(self._call, close, writes)
 
-    def emit(self, kind: str, step: int, values: dict[str, Any], **details: Any) -> None:
+    def emit(self, kind: str, step: int, values: JsonObject, **details: Any) -> None:
         """Pass an event to all reporters."""
         event = Event(kind, step, step / self.plan.steps_per_epoch, values, details)
         answers = [self._call(partial(reporter, event), writes) for reporter, writes in self._reporters]
