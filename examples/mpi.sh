@@ -5,6 +5,7 @@
 #
 # MPI only starts the processes. Sums go through NCCL on GPUs and Gloo on CPUs, over the network that these choose.
 # After exit code 69, 70 or 75 the same command goes on from the last checkpoint; this script starts it again.
+# If a process is killed, mpirun names it and ends with 128 + the signal; this script ends with 69, as the others would.
 MOST_RESTARTS=${MOST_RESTARTS:-3}
 # The processes show each other that they are of this job: see docs/launch.md.
 export PODSCALE_JOB_SECRET=${PODSCALE_JOB_SECRET:-$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')}
@@ -15,6 +16,9 @@ for ((try = 0; ; try++)); do
     case $code in
         0 | 1 | 2 | 65 | 130) exit $code ;; # done; a bug; a mistake; no numbers; interrupted: the same again is no help
     esac
+    if [ "$code" -gt 128 ]; then
+        code=69
+    fi
     if [ "$try" -ge "$MOST_RESTARTS" ]; then
         exit $code
     fi

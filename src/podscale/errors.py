@@ -44,15 +44,35 @@ class PreemptedError(Exception):
 
     Args:
         step: the last update of the run.
+        saved_step: the update that the newest checkpoint was saved after, if not this one: the disk may be full.
         nothing_new: this session has done no update, so there was nothing to save.
     """
 
-    def __init__(self, step: int, *, nothing_new: bool = False) -> None:
-        saved = f"stopped on request after step {step:,}, which is saved; the same command resumes from there"
-        again = f"resumes after step {step:,}" if step else "starts again"
-        unsaved = f"stopped on request before the first step of this session; the same command {again}"
-        super().__init__(unsaved if nothing_new else saved)
+    def __init__(self, step: int, saved_step: int | None = None, *, nothing_new: bool = False) -> None:
+        if nothing_new:
+            text = f"before the first step of this session; the same command {_describe_start(step)}"
+        elif saved_step in (None, step):
+            text = f"after step {step:,}, which is saved; the same command resumes from there"
+        else:
+            text = f"after step {step:,}, which could not be saved; the same command {_describe_start(saved_step or 0)}"
+        super().__init__(f"stopped on request {text}")
         self.step = step
+
+
+class SavedInterruptError(KeyboardInterrupt):
+    """Raised after Ctrl-C, once the run has saved its state; see `PreemptedError`."""
+
+    def __init__(self, step: int, saved_step: int | None = None) -> None:
+        if saved_step in (None, step):
+            super().__init__(f"step {step:,} is saved, and the same command resumes from there")
+        else:
+            again = _describe_start(saved_step or 0)
+            super().__init__(f"step {step:,} could not be saved, and the same command {again}")
+        self.step = step
+
+
+def _describe_start(step: int) -> str:
+    return f"resumes after step {step:,}" if step else "starts again"
 
 
 class DivergedError(Exception):

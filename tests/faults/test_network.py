@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import make_environment, wait_for_exit, wait_for_step
+from support.processes import TIMEOUT_S, make_environment, wait_for_exit, wait_for_step
 
 HEARTBEAT_S, PEER_LOST = 40, 69
 SETTINGS = "digits --model.width 8 --train.eval_epochs 1000 --plan.save_steps 20 --json --pod.virtual 1x2".split()
@@ -72,12 +72,20 @@ def hosts(tmp_path):
     made.remove()
 
 
+def wait_for_checkpoint(path):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert path.is_dir()
+
+
 @pytest.mark.parametrize("down_s", [5, 20, 200])
 def test_a_link_that_is_down_is_waited_for_or_ends_the_run_with_69(tmp_path, hosts, down_s):
     """Up to the heartbeat's time, packets are sent again and the run goes on; after it, both end, and resume."""
     epochs = ["--train.epochs", "60"]
     started = [hosts.start(number, *epochs) for number in range(2)]
     wait_for_step(tmp_path / "run", 25, started[0])
+    wait_for_checkpoint(tmp_path / "run" / "checkpoints" / "20")
     hosts.set_link("down")
     deadline = time.monotonic() + down_s
     while time.monotonic() < deadline and any(process.poll() is None for process in started):

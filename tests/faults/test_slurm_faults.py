@@ -67,8 +67,8 @@ def test_a_job_on_a_node_that_is_drained_goes_on_and_ends(tmp_path, cluster):
 
 
 def test_a_job_saves_before_its_time_limit_and_goes_back_to_the_queue(tmp_path, cluster):
-    """Slurm's shortest limit is a minute; SIGTERM comes about 40 s before it."""
-    job = Job(cluster, tmp_path, 100000, "--time=1", "--signal=TERM@40")
+    """Slurm counts in minutes; SIGTERM comes about a minute before the limit."""
+    job = Job(cluster, tmp_path, 100000, "--time=2", "--signal=TERM@60")
     job.wait_for_step(5)
     _wait_for_text(job.log, "exit code 75: back to the queue (restart 1 of at most 50)", 1, job.watched)
     _wait_for_text(job.log, "resuming after step", 1, job.watched)

@@ -59,7 +59,7 @@ def test_every_script_opens_with_a_valid_command(script):
 def test_the_slurm_job_is_requeued_only_after_faults(machine, code, requeues):
     programs = {"srun": code, "scontrol": 0}
     exit_code, (start, *others) = machine("slurm.sh", "digits", "--run", "a b", programs=programs, SLURM_JOB_ID="17")
-    assert exit_code == code
+    assert exit_code == (code if code < 128 else 69)  # killed: a process is gone
     assert parse_command(start[2:]).run == "a b"
     assert others == ([["scontrol", "requeue", "17"]] if requeues else [])
 
@@ -69,10 +69,10 @@ def test_the_slurm_job_gives_up_after_many_restarts(machine):
     assert [call[0] for call in calls] == ["srun"]
 
 
-@pytest.mark.parametrize(("code", "tries"), [(0, 1), (2, 1), (69, 3), (75, 3)])
+@pytest.mark.parametrize(("code", "tries"), [(0, 1), (2, 1), (69, 3), (75, 3), (137, 3)])
 def test_mpi_is_restarted_only_after_faults(machine, code, tries):
     exit_code, calls = machine("mpi.sh", "digits", programs={"mpirun": code}, MPIRUN="mpirun -n 4", MOST_RESTARTS="2")
-    assert exit_code == code
+    assert exit_code == (code if code < 128 else 69)
     assert len(calls) == tries
     assert parse_command(calls[0][calls[0].index("podscale") :]).recipe == "digits"
 

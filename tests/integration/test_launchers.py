@@ -102,7 +102,7 @@ class _SlurmJob:
         self._cluster, self._number, self._log = cluster, number, log
 
     def poll(self):
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return 1 if self._cluster.show_job(self._number)["JobState"] in ended else None
 
     def kill(self):

@@ -271,3 +271,12 @@ def test_a_library_that_is_only_on_the_path_has_no_version(monkeypatch):
     versions = environment.list_library_versions()
     assert versions["a-package-that-nobody-installed"] == "not installed"
     assert versions["numpy"] == np.__version__
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lock", "recipe.toml", "plan.json", "summary.json", "ledger.json"])
+def test_a_pipe_in_the_place_of_a_file_of_a_run_is_refused(run, recipe, name):
+    """To open one would wait for ever."""
+    (run.folder / name).unlink(missing_ok=True)
+    os.mkfifo(run.folder / name)
+    with pytest.raises(UserError, match=rf"{name} is a named pipe, not a file of a run; remove it$"):
+        Run.check(run.folder, recipe)

@@ -44,3 +44,10 @@ def test_a_folder_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path / "programs", 12345, 12345)
     with pytest.raises(PermissionError, match="other users can write to"):
         make_private_folder(tmp_path / "programs")
+
+
+def test_a_user_without_a_home_has_a_cache_outside_the_working_folder(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for home in ("", "not/absolute"):
+        monkeypatch.setenv("HOME", home)
+        assert get_user_cache("index").is_absolute()

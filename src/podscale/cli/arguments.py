@@ -59,7 +59,7 @@ def _collect_section(arguments: argparse.Namespace, name: str) -> dict[str, str]
 
 def make_console(arguments: argparse.Namespace) -> Any:
     """Return the console for a command's result, which `--json` prints in another form."""
-    return _make_console(sys.stdout, quiet=arguments.json)
+    return _make_console(sys.stdout, quiet=arguments.json, needs_reader=True)
 
 
 def make_log_console(arguments: argparse.Namespace) -> Any:
@@ -72,11 +72,12 @@ def make_progress_console() -> Any:
     return _make_console(sys.stderr)
 
 
-def _make_console(stream: TextIO, quiet: bool = False) -> Any:
+def _make_console(stream: TextIO, quiet: bool = False, *, needs_reader: bool = False) -> Any:
     """Return a console on a stream, quiet in all processes but the main one."""
     from rich.console import Console
 
-    return Console(file=cast(TextIO, SafeStream(stream)), soft_wrap=True, quiet=quiet or not is_main_process())
+    file = cast(TextIO, SafeStream(stream, needs_reader=needs_reader))
+    return Console(file=file, soft_wrap=True, quiet=quiet or not is_main_process())
 
 
 def is_main_process() -> bool:

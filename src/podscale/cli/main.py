@@ -10,28 +10,33 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO
 
 from podscale.cli import completion, endings
 from podscale.cli.arguments import is_main_process
 from podscale.cli.parser import make_parser, parse_arguments
 from podscale.cli.result import Result
-from podscale.cli.safe_stream import SafeStream
-from podscale.errors import DivergedError, PreemptedError, UserError, describe_os_error
+from podscale.cli.safe_stream import open_standard_streams
+from podscale.errors import DivergedError, PreemptedError, SavedInterruptError, UserError, describe_os_error
 from podscale.runs.startup import clock
 from podscale.storage.files import to_json
 from podscale.training.out_of_memory import explain_out_of_memory
 
 USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: a temporary failure in sysexits.h; a restart helps
 DIVERGED = 65  # bad data in sysexits.h; a restart does not help
+ENDINGS: dict[type[BaseException], tuple[int, str]] = {  # of all processes together: exit code, and how it is announced
+    PreemptedError: (PREEMPTED, ""),
+    DivergedError: (DIVERGED, ""),
+    SavedInterruptError: (INTERRUPTED, "interrupted; "),
+}
 USER_FIXABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
 
 
 def run() -> NoReturn:
     """Run the command of this process's command line, and end the process with its exit code."""
     clock.mark("interpreter")
+    open_standard_streams()
     _forward_interrupts()
-    sys.stderr = cast(TextIO, SafeStream(sys.stderr))
     try:
         code = _print_candidates(sys.argv[2:]) if sys.argv[1:2] == ["complete"] else main()
     except Exception as error:
@@ -80,12 +85,13 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
         return endings.agree_on_exit_code(USER_ERROR, str(error))
-    except (PreemptedError, DivergedError) as error:
+    except (PreemptedError, DivergedError, SavedInterruptError) as error:
         from podscale.processes.group import leave
 
         leave()
-        print(f"podscale: {error}", file=sys.stderr)
-        return PREEMPTED if isinstance(error, PreemptedError) else DIVERGED
+        code, prefix = ENDINGS[type(error)]
+        print(f"podscale: {prefix}{error}", file=sys.stderr)
+        return code
     except BrokenPipeError:  # the reader has closed the pipe: `podscale recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -24,6 +24,7 @@ import jax
 from podscale.errors import UserError
 
 PEER_LOST = 69  # what sysexits.h calls unavailable: another process is gone; the run resumes from its last checkpoint
+INTERRUPTED = 130
 ALIVE, TROUBLE, END = "podscale/alive", "podscale/trouble", "podscale/end"  # keys of the store
 BEAT_S = 1.0  # between two signs of life, or a tenth of the heartbeat
 LOST_SHARE = 0.7  # of the heartbeat: then we report which process is gone
@@ -166,7 +167,7 @@ class PeerMonitor:
 
 def print_exit(group_exit: GroupExit) -> None:
     """Print the sentence that all processes end with."""
-    hint = "" if group_exit.code == 2 else "; the same command resumes from the last checkpoint"
+    hint = "" if group_exit.code in (2, INTERRUPTED) else "; the same command resumes from the last checkpoint"
     sys.stdout.flush()
     print(f"podscale: {group_exit.reason}{hint}", file=sys.stderr, flush=True)
 
@@ -227,7 +228,7 @@ def _report_failure(monitor: PeerMonitor, error: BaseException) -> None:
     if _is_collective_failure(error):
         monitor.report_trouble(_get_first_line(error))
     elif isinstance(error, KeyboardInterrupt):
-        monitor.request_exit(130, "interrupted")
+        monitor.request_exit(INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}")
     else:
         monitor.request_exit(*_make_exit(error))
 

@@ -6,6 +6,7 @@ message names it. With restarts, the same command is then started again, and res
 """
 
 import ctypes
+import math
 import os
 import secrets
 import signal
@@ -84,6 +85,8 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
             ending = group.wait()
             if ending.code == 0:
                 return 0
+            if signals.received and ending.code in (PREEMPTED, INTERRUPTED):
+                return signals.code  # the main process has said so
             if signals.explain(ending):
                 advice = "; the same command resumes from the last checkpoint, if there is one"
                 _report(f"stopped as asked{advice if command[0] == 'train' else ''}")
@@ -117,8 +120,14 @@ class StopSignals:
         was_starting = ending.status == 1 and signal.SIGINT in self.received  # Python's own start, which has no handler
         return bool(self.received) and (ending.status < 0 or was_starting)
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether Ctrl-C was pressed a second time: nothing is waited for any more."""
+        return self.received.count(signal.SIGINT) > 1
+
     def __enter__(self) -> "StopSignals":
-        self._previous = {number: signal.signal(number, self._note) for number in FORWARDED_SIGNALS}
+        handled = [number for number in FORWARDED_SIGNALS if not _is_ignored_hangup(number)]
+        self._previous = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,6 +178,8 @@ class ProcessGroup:
                 forwarded += 1
                 if not self._saves:  # JAX's runtime ignores SIGTERM for the sake of commands that save first
                     deadline = deadline or time.monotonic() + GRACE_S
+                if self._signals.is_urgent:
+                    deadline = min(deadline or math.inf, time.monotonic() + KILLED_GRACE_S)
             ended = [ProcessExit(i, m.returncode) for i, m in enumerate(self._members) if m.poll() is not None]
             if len(ended) == len(self._members):
                 return first or next((ending for ending in ended if ending.status), ended[-1])
@@ -242,6 +253,11 @@ def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind((schedulers.LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def _is_ignored_hangup(number: int) -> bool:
+    """Return whether this is the signal of a terminal that is gone, and nohup has asked to ignore it."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _die_with_parent() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 from podscale.recipe import Recipe, parse_recipe, parse_title, read_recipe_file
-from podscale.storage.files import read_json, read_lines, write_atomically
+from podscale.storage.files import describe_kind, read_json, read_lines, write_atomically
 from podscale.storage.lock import LOCK
 from podscale.storage.paths import require_local
 
@@ -90,6 +90,7 @@ class Run:
             raise UserError(f"the run folder's name {str(folder)!r} has characters that cannot be written down")
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run folder {folder} is a file; choose another with --run")
+        _refuse_special_files(folder)
         if (folder / "recipe.toml").exists():
             differences = _describe_differences(cls.load(folder).recipe, recipe)
             if differences and "recipe" not in allowed:
@@ -265,6 +266,13 @@ class Run:
         """Return all processes' messages about images that they could not read, without repetitions."""
         files = sorted(self.folder.glob("bad-pictures-*.txt"))
         return list(dict.fromkeys(message for file in files for message in read_lines(file)))
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """Refuse a run's folder with pipes, sockets or devices in it: to open a pipe may take for ever."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is {describe_kind(path.stat().st_mode)}, not a file of a run; remove it")
 
 
 def _describe_change(before: Any, now: Any) -> str:

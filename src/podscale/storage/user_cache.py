@@ -2,18 +2,24 @@
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 
 def get_user_cache(name: str) -> Path:
     """Return the folder of one of Podscale's caches, in $XDG_CACHE_HOME or else ~/.cache; it need not exist.
 
+    A user without a home, as in some containers, has one in the folder for temporary files.
+
     Args:
         name: of the cache, such as "index".
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    return cache / "podscale" / name
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):
+        base = os.path.join(tempfile.gettempdir(), f"podscale-{os.geteuid()}")
+    return Path(base) / "podscale" / name
 
 
 def make_private_folder(folder: Path) -> None:

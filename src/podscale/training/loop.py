@@ -17,9 +17,9 @@ from podscale import pod as pods
 from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
-from podscale.errors import PreemptedError, UserError
+from podscale.errors import PreemptedError, SavedInterruptError, UserError
 from podscale.pod import Pod
-from podscale.processes import heartbeat
+from podscale.processes import group, heartbeat
 from podscale.recipe import Recipe
 from podscale.runs.folder import Run
 from podscale.training.checkpoint import CheckpointNotSavedError, LastCheckpointNotSavedError
@@ -38,7 +38,13 @@ from podscale.training.session import OpenRun, Request, Settings, SettingsDict, 
 from podscale.training.setup import load_train_batches
 from podscale.training.step import State
 
-SHARED_ERRORS = (PreemptedError, ReplicaMismatchError, DivergenceError, LastCheckpointNotSavedError)
+SHARED_ERRORS = (
+    PreemptedError,
+    SavedInterruptError,
+    ReplicaMismatchError,
+    DivergenceError,
+    LastCheckpointNotSavedError,
+)
 MAX_ROLLBACKS = 3  # to the last checkpoint, after replicas differed
 
 
@@ -177,7 +183,7 @@ def run_training(run: OpenRun, state: State, stop: StopRequest) -> int:
             if stopping and call.stop < plan.steps:
                 with events.phase("checkpoint"), events.tolerate(CheckpointNotSavedError):
                     checkpoints.wait()
-                raise stop.make_error(call.stop)
+                raise stop.make_error(call.stop, group.broadcast_int(checkpoints.newest() or 0))
     with events.phase("checkpoint"):
         save = partial(checkpoints.save, call.stop, program.to_checkpoint(state), accuracy)
         save_last(save, call.stop, checkpoints, events, map(stop.is_requested, count(number + 1)))

@@ -1,7 +1,8 @@
-"""Stop a run on request: SIGTERM from a scheduler that wants its machines back, or Ctrl-C.
+"""Stop a run on request: SIGTERM from a scheduler that wants its machines back, Ctrl-C, or a terminal that is gone.
 
 Once an update is done, a request lets the current call finish and the run save its state. Before that there is nothing
-to save, and the run ends at once. A second Ctrl-C always ends it at once.
+to save, and the run ends at once. A second Ctrl-C always ends it at once. SIGHUP counts as SIGTERM, unless it is
+ignored, as under nohup.
 
 Python runs its signal handlers only between two of its own instructions, and a compilation or a large batch may take
 minutes. So a thread reads every signal as it arrives and ends the process if the main thread does not. In a notebook,
@@ -19,19 +20,19 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-from podscale.errors import PreemptedError
+from podscale.errors import PreemptedError, SavedInterruptError
 from podscale.report.notebook import is_notebook
 
 GRACE_S = 3.0  # in which the main thread may end by itself before the first update
 INTERRUPTED, PREEMPTED = 130, 75  # exit codes, as in `cli.main`
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """Whether this run is asked to stop; a context manager that handles SIGTERM and Ctrl-C.
+    """Whether this run is asked to stop; a context manager that handles SIGTERM, SIGHUP and Ctrl-C.
 
     Several processes agree through JAX's own runtime, which handles SIGTERM itself: whichever process gets the signal,
-    all stop after the same call. Their Ctrl-C is Python's own. A single process installs handlers of its own.
+    all stop after the same call. Each of them turns the other two signals into SIGTERM.
 
     Args:
         step: updates done before this session.
@@ -39,21 +40,34 @@ class StopRequest:
 
     def __init__(self, step: int = 0) -> None:
         self._step, self._signal, self._has_progress = step, 0, False
-        self._handles_signals = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
-        self._watcher = _Watcher(self) if self._handles_signals and not is_notebook() else None
+        self._is_alone = jax.process_count() == 1
+        self._handled: tuple[int, ...] = ()
+        if threading.current_thread() is threading.main_thread():
+            self._handled = tuple(filter(self._is_ours, SIGNALS))
+        self._watcher = _Watcher(self) if self._handled and not is_notebook() else None
+
+    def _is_ours(self, number: int) -> bool:
+        if number == signal.SIGTERM:
+            return self._is_alone
+        return number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
 
     def is_requested(self, call: int) -> bool:
         """Whether to stop after this call; every process must ask after each of its calls."""
         self._has_progress = True
-        if jax.process_count() > 1:
+        if not self._is_alone:
             return bool(multihost_utils.reached_preemption_sync_point(call))
         return bool(self._signal)
 
-    def make_error(self, step: int) -> BaseException:
-        """Return what ends a run that has saved its state after this step."""
+    def make_error(self, step: int, saved_step: int) -> BaseException:
+        """Return what ends a run that was asked to stop.
+
+        Args:
+            step: the last update of the run.
+            saved_step: the update that the newest checkpoint was saved after; on a full disk, an earlier one.
+        """
         if self._signal == signal.SIGINT:
-            return KeyboardInterrupt(f"step {step:,} is saved, and the same command resumes from there")
-        return PreemptedError(step)
+            return SavedInterruptError(step, saved_step)
+        return PreemptedError(step, saved_step)
 
     def describe_start(self) -> str:
         """Return what the same command will do, if this session has done nothing yet."""
@@ -66,8 +80,7 @@ class StopRequest:
         return self._has_progress
 
     def __enter__(self) -> Self:
-        if self._handles_signals:
-            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._previous = {number: signal.signal(number, self._handle) for number in self._handled}
         if self._watcher:
             self._watcher.start()
         return self
@@ -75,13 +88,14 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         if self._watcher:
             self._watcher.stop()
-        if self._handles_signals:
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal == signal.SIGINT == number, number
         if self._has_progress and not again:
+            if not self._is_alone:
+                os.kill(os.getpid(), signal.SIGTERM)  # through JAX's runtime, all processes learn of it
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt(self.describe_start() if not self._has_progress else "")
