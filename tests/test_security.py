@@ -1,7 +1,6 @@
 """No file that is read is ever executed: calls that the source must not contain, malicious files for every reader."""
 
 import ast
-import contextlib
 import io
 import json
 import os
@@ -233,7 +232,7 @@ def test_foreign_files_among_checkpoints_are_ignored(tmp_path, harm):
     folder, state = tmp_path / "checkpoints", {"w": jnp.arange(4.0)}
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(5, state)
-    foreign = {"6.pkl": pickle.dumps(evil), "5/evil.pkl": pickle.dumps(evil), "5/default/evil.npy": b"\x93NUMPY"}
+    foreign = {"6.pkl": pickle.dumps(evil), "5/evil.pkl": pickle.dumps(evil), "5/evil.npy": b"\x93NUMPY"}
     for name, data in foreign.items():
         (folder / name).write_bytes(data)
     (folder / "seven").mkdir()
@@ -244,17 +243,15 @@ def test_foreign_files_among_checkpoints_are_ignored(tmp_path, harm):
     assert not sign.exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves its event loops open
-@pytest.mark.parametrize("name", ["_METADATA", "_sharding", "manifest.ocdbt", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize("name", ["manifest.json", "arrays-0.bin"])
 def test_a_pickle_instead_of_a_checkpoints_files_is_not_executed(tmp_path, harm, name):
     evil, sign = harm
     folder, state = tmp_path / "checkpoints", {"w": jnp.arange(4.0)}
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(5, state)
-    for path in folder.rglob(name):
-        path.write_bytes(pickle.dumps(evil))
-    with contextlib.suppress(DamagedCheckpointError), Checkpoints(folder, read_only=True) as checkpoints:
-        np.testing.assert_array_equal(checkpoints.restore(5, state)["w"], np.arange(4.0))  # or the file was not needed
+    (folder / "5" / name).write_bytes(pickle.dumps(evil))
+    with pytest.raises(DamagedCheckpointError), Checkpoints(folder, read_only=True) as checkpoints:
+        checkpoints.restore(5, state)
     assert not sign.exists()
 
 

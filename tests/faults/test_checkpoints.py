@@ -30,8 +30,6 @@ from podscale.training import last_checkpoint, loop
 from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints, DamagedCheckpointError
 
 QUIET = Console(quiet=True)
-# Orbax leaves its event loops open if reading fails.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def make_state(seed):
@@ -67,9 +65,9 @@ def test_a_restored_checkpoint_equals_the_saved_state(checkpoint_folder):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_flipped_bit_is_detected(checkpoint_folder, seed):
-    """A bit anywhere in the largest files, which hold the arrays."""
+    """A bit anywhere in the arrays, or in the manifest."""
     draw = random.Random(seed)
-    path = draw.choice([path for path in list_files(checkpoint_folder / "3") if path.stat().st_size > 10_000])
+    path = draw.choice(list_files(checkpoint_folder / "3"))
     data = bytearray(path.read_bytes())
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     path.write_bytes(data)
@@ -78,9 +76,7 @@ def test_a_flipped_bit_is_detected(checkpoint_folder, seed):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "missing"])
-def test_every_truncated_emptied_or_missing_file_is_detected_or_not_needed(checkpoint_folder, damage):
-    """Some of Orbax's files are only informative; without them the arrays are still whole."""
-    expected, detected = make_state(3), 0
+def test_every_truncated_emptied_or_missing_file_is_detected(checkpoint_folder, damage):
     for name in [path.relative_to(checkpoint_folder / "3") for path in list_files(checkpoint_folder / "3")]:
         copy = checkpoint_folder.with_name("copy") / "3"
         shutil.copytree(checkpoint_folder / "3", copy)
@@ -89,13 +85,9 @@ def test_every_truncated_emptied_or_missing_file_is_detected_or_not_needed(check
         else:
             size = (copy / name).stat().st_size
             os.truncate(copy / name, size // 2 if damage == "truncated" else 0)
-        try:
-            for ours, theirs in zip(jax.tree.leaves(restore(copy.parent, 3)), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_array_equal(ours, theirs)
-        except UserError:
-            detected += 1
+        with pytest.raises(DamagedCheckpointError):
+            restore(copy.parent, 3)
         shutil.rmtree(copy.parent)
-    assert detected >= 3
 
 
 def test_a_checksum_does_not_depend_on_the_sharding():
@@ -164,7 +156,7 @@ time.sleep(60)
             FolderLock(tmp_path).acquire()
     finally:
         first.kill()
-        first.wait()
+        first.communicate()
     with FolderLock(tmp_path) as lock:
         lock.acquire()  # a killed training holds no lock
 
@@ -194,11 +186,11 @@ def test_a_full_disk_keeps_saved_checkpoints_and_saving_continues_once_there_is_
         checkpoints.save(3, make_state(3))
         checkpoints.wait()
         assert checkpoints.steps() == [1, 3]
-    assert not list((small_disk / "checkpoints").glob("*tmp*"))
+    assert sorted(os.listdir(small_disk / "checkpoints")) == ["1", "3"]
 
 
 def test_a_disk_that_fills_up_prints_nothing_but_what_is_reported(small_disk, capfd):
-    """The writes that are still under way when one fails used to print a traceback each."""
+    """Five saves in a row fail, the last of them with nobody waiting for it but `wait`."""
     state = {str(i): jax.random.normal(jax.random.key(i), (50, 50)) for i in range(60)}
     with Checkpoints(small_disk / "checkpoints") as checkpoints:
         (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 40_000))

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from support.dying import write_dying_site
 from support.processes import (
     SETTINGS,
     STEPS,
@@ -70,49 +71,14 @@ def test_killing_any_process_ends_the_others_with_its_name_and_the_run_resumes(t
     assert_same_to_rounding(tmp_path, undisturbed)
 
 
-DYING_PROGRAM = """
-import os, signal, sys
-from orbax.checkpoint._src.multihost import multihost
-from podscale.cli import main as cli
-from podscale.training.checkpoint import Checkpoints
-
-victim, moment, saves = sys.argv.pop(1), sys.argv.pop(1), []
-
-def save(self, *args, work=Checkpoints.save, **more):
-    saves.append(args[0])
-    return work(self, *args, **more)
-
-def die_at(name):
-    if len(saves) == 2 and moment in name and sys.argv[sys.argv.index("--process") + 1] == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def meet(name, *args, work=multihost.sync_global_processes, **more):
-    die_at(name)
-    return work(name, *args, **more)
-
-def make_barrier(work=multihost.get_barrier_sync_fn, **more):
-    wait = work(**more)
-
-    def wait_at_barrier(*, key, timeout_ms):
-        die_at(key)
-        return wait(key=key, timeout_ms=timeout_ms)
-
-    return wait_at_barrier
-
-Checkpoints.save, multihost.sync_global_processes, multihost.get_barrier_sync_fn = save, meet, make_barrier
-sys.argv = ["podscale", "train", *sys.argv[1:]]
-cli.run()
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.processes(2)
-@pytest.mark.parametrize("moment", ["save_start", "async_write_complete", "async_commit_complete"])
-def test_a_process_that_dies_in_a_save_ends_the_others_with_its_name(tmp_path, moment):
-    """At a meeting before the save, and at the ones in the background, before and after the checkpoint is complete."""
-    join = ["--coordinator", f"127.0.0.1:{find_free_port()}", "--processes", 2, "--run", tmp_path, *HEARTBEAT]
-    program = [sys.executable, "-c", DYING_PROGRAM, 1, moment, *SETTINGS, "--plan.save_steps", 5, *join]
-    started = [start([*program, "--pod.virtual", "1x2", "--process", number]) for number in range(2)]
+@pytest.mark.parametrize("moment", ["start", "written", "commit"])
+def test_a_process_that_dies_in_a_save_ends_the_others_with_its_name(tmp_path, moment, monkeypatch):
+    """Before it has written, before it reports that, and before it knows that the checkpoint is complete."""
+    monkeypatch.setenv("PYTHONPATH", str(write_dying_site(tmp_path / "site", moment, victim=1)))
+    run = tmp_path / "run"
+    started = start_processes(2, run, "--pod.virtual", "1x2", "--plan.save_steps", 5, *HEARTBEAT)
     codes, outputs = wait_for_exit(started)
     assert codes == [PEER_LOST, -signal.SIGKILL], outputs[0][1][-3000:]
     assert "podscale: process 1 on " in outputs[0][1], outputs[0][1][-3000:]

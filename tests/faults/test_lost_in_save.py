@@ -14,7 +14,7 @@ from support.slurm import start_slurm
 ROOT = Path(__file__).parents[2]
 SETTINGS = "digits --model.width 8 --model.precision float64 --train.epochs 3 --train.eval_epochs 3 --json".split()
 MORE = ["--pod.virtual", "1x2", "--plan.save_steps", "5", "--pod.heartbeat_s", "30"]
-MOMENTS = ["save_start", "async_write_complete", "async_commit_complete"]  # before, in the middle, at the commit
+MOMENTS = ["start", "written", "commit"]  # before it writes, before it reports, before it knows of the commit
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
 PEER_LOST = 69
 

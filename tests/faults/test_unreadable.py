@@ -1,6 +1,5 @@
 """Checkpoints that cannot be read for a while, are lost, or are not what their name says: nothing is thrown away."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,15 +15,13 @@ from podscale import pod
 from podscale import recipe as recipes
 from podscale.errors import UserError
 from podscale.runs.folder import Run
-from podscale.training import checkpoint, checkpoint_files, loop
+from podscale.training import checkpoint_files, loop
 from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
 from podscale.training.checkpoint_files import UnreadableCheckpointError
 
 QUIET = Console(quiet=True)
 STEPS = (12, 23)
 UNREADABLE_FILE = "/proc/self/mem"  # its first byte cannot be read: EIO
-# Orbax leaves its event loops open if reading fails.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +33,7 @@ def sleeps(monkeypatch):
         waits.seconds.append(seconds)
         waits.during()
 
-    for module in (checkpoint, checkpoint_files):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(checkpoint_files, "time", SimpleNamespace(sleep=sleep))
     return waits
 
 
@@ -71,7 +67,7 @@ def list_files(folder):
     return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
 
 
-FILES = ("_CHECKPOINT_METADATA", "metrics/metrics", "default/_METADATA", "default/manifest.ocdbt")
+FILES = ("manifest.json", "arrays-0.bin")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -91,7 +87,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(checkpoint_folder
 
 def test_a_folder_with_a_file_that_cannot_be_read_is_opened_for_training_only_once_it_can(checkpoint_folder):
     """Here everything used to be moved to `damaged/`."""
-    undo = make_unreadable(checkpoint_folder / "3" / "metrics" / "metrics")
+    undo = make_unreadable(checkpoint_folder / "3" / "manifest.json")
     with pytest.raises(UserError, match="Input/output error"):
         Checkpoints(checkpoint_folder)
     assert not checkpoint_folder.with_name("damaged").exists()
@@ -114,15 +110,6 @@ def test_a_checkpoint_that_was_copied_under_another_step_is_refused(checkpoint_f
     shutil.copytree(checkpoint_folder / "1", checkpoint_folder / "9")
     with pytest.raises(DamagedCheckpointError, match=r"checkpoints/9 is damaged: it was saved after step 1, not after"):
         restore(checkpoint_folder, 9)
-
-
-def test_a_checkpoint_without_its_step_is_restored(checkpoint_folder):
-    """As they were written before the step was part of the metadata."""
-    path = checkpoint_folder / "3" / "_CHECKPOINT_METADATA"
-    metadata = json.loads(path.read_text())
-    assert metadata["custom_metadata"].pop("step") == 3
-    path.write_text(json.dumps(metadata))
-    np.testing.assert_array_equal(restore(checkpoint_folder, 3)["w"], make_state(3)["w"])
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -158,7 +145,7 @@ def read_losses(folder):
 
 
 def test_a_run_whose_checkpoints_cannot_be_read_ends_and_moves_nothing(recipe, run, trained, capsys):
-    undo = [make_unreadable(run / "checkpoints" / str(step) / "default" / "manifest.ocdbt") for step in STEPS]
+    undo = [make_unreadable(run / "checkpoints" / str(step) / "arrays-0.bin") for step in STEPS]
     with pytest.raises(UserError, match="it may still be whole, so nothing was moved; make it readable"):
         train(recipe, run, console=QUIET)
     assert not (run / "damaged").exists()
@@ -223,7 +210,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_starts_at_0_only_if_allowed(rec
 
 
 def test_a_checkpoint_with_broken_metadata_is_named_when_it_is_moved(recipe, run, trained, capsys):
-    (run / "checkpoints" / "23" / "_CHECKPOINT_METADATA").write_bytes(bytes(100))
+    (run / "checkpoints" / "23" / "manifest.json").write_bytes(bytes(100))
     shutil.copytree(run / "checkpoints" / "12", run / "checkpoints" / "20")
     train(recipe, run, console=Console(width=300))
     output = capsys.readouterr().out

@@ -252,7 +252,7 @@ def remove_file(training, draw):
 def garble_metadata(training, draw):
     def garble(path):
         steps = training.list_steps()
-        (training.checkpoints / str(steps[-1]) / "_CHECKPOINT_METADATA").write_text("{")
+        (training.checkpoints / str(steps[-1]) / "manifest.json").write_text("{")
 
     return _damage_newest(training, draw, garble)
 
@@ -271,7 +271,8 @@ def leave_stray_files(training, draw):
     kill_all(training, draw)
     if training.checkpoints.exists():
         (training.checkpoints / "notes.txt").write_text("of mine")
-        (training.checkpoints / "999.orbax-checkpoint-tmp").mkdir(exist_ok=True)
+        for name in ("999-0.part", "998.deleted", "999.orbax-checkpoint-tmp"):
+            (training.checkpoints / name).mkdir(exist_ok=True)
     return 0.0
 
 

@@ -101,7 +101,7 @@ class ChaosTraining:
         return int(steps[-1]) if steps else 0
 
     def is_saving(self) -> bool:
-        return any(self.checkpoints.glob("*.orbax-checkpoint-tmp"))
+        return any(self.checkpoints.glob("*.part"))
 
     def list_steps(self) -> list[int]:
         """Return the steps of whole checkpoints."""

@@ -20,7 +20,7 @@ from podscale.training.checkpoint import Checkpoints
 from podscale.training.setup import prepare
 
 TIMEOUT_S = 600
-PART = "*.orbax-checkpoint-tmp"
+PART = "*.part"
 SESSION = "--- a session starts"
 
 # The unchanged command, on a disk that is slow to rename and to delete, so that a signal can arrive in the middle.

@@ -15,33 +15,28 @@ def find_number():
     return os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("SLURM_PROCID")
 
 def patch():
-    from orbax.checkpoint._src.multihost import multihost
     from podscale.training.checkpoint import Checkpoints
+    from podscale.training.checkpoint_save import BackgroundSave, Exchange
     saves = []
 
     def save(self, *args, work=Checkpoints.save, **more):
         saves.append(args[0])
         return work(self, *args, **more)
 
-    def die_at(name):
-        if len(saves) >= 2 and moment in name and find_number() == victim and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die_before(kind, name):
+        work = getattr(kind, name)
 
-    def meet(name, *args, work=multihost.sync_global_processes, **more):
-        die_at(name)
-        return work(name, *args, **more)
+        def die_or_work(*args, **more):
+            if len(saves) >= 2 and find_number() == victim and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return work(*args, **more)
 
-    def make_barrier(work=multihost.get_barrier_sync_fn, **more):
-        wait = work(**more)
+        setattr(kind, name, die_or_work)
 
-        def wait_at_barrier(*, key, timeout_ms):
-            die_at(key)
-            return wait(key=key, timeout_ms=timeout_ms)
-
-        return wait_at_barrier
-
-    Checkpoints.save, multihost.sync_global_processes, multihost.get_barrier_sync_fn = save, meet, make_barrier
+    Checkpoints.save = save
+    moments = {{"start": (BackgroundSave, "_write_part"), "written": (Exchange, "report")}}
+    die_before(*moments.get(moment, (Exchange, "await_decision")))
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

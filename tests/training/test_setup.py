@@ -84,12 +84,11 @@ def test_a_resumed_run_does_not_fit_again_and_is_bit_identical(recipe, pod, tmp_
 
 
 @pytest.mark.heavy
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves event loops open
 def test_a_run_whose_checkpoints_are_all_damaged_fits_again(recipe, pod, tmp_path):
     train(recipe, pod, tmp_path / "whole")
     train(recipe, pod, tmp_path / "damaged")
     for checkpoint in (tmp_path / "damaged" / "checkpoints").iterdir():
-        (checkpoint / "_CHECKPOINT_METADATA").write_text("{")
+        (checkpoint / "manifest.json").write_text("{")
     train(recipe, pod, tmp_path / "damaged", from_scratch=True)
     assert Fitted.calls == 3
     assert read_losses(tmp_path / "damaged") == read_losses(tmp_path / "whole")

@@ -13,11 +13,13 @@ from jax.experimental import multihost_utils
 
 from podscale.errors import UserError, describe_os_error
 from podscale.processes import heartbeat, private_jax, schedulers
+from podscale.processes.exchange import Exchange
 from podscale.processes.introduction import Introduction, list_versions, read_secret
 
 MESSAGE_BYTES = 1000
 _rank_and_size = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
 _introduction: Introduction | None = None
+_exchanges = 0  # how many exchanges have been opened: all processes open the same ones in the same order
 
 
 def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat_s: float = 60.0) -> None:
@@ -138,6 +140,13 @@ def check_same(values: dict[str, str], advice: str) -> None:
 def all_agree(agrees: bool) -> bool:
     """Return whether all processes agree; all of them must call this."""
     return agrees if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(agrees))))
+
+
+def open_exchange() -> Exchange:
+    """Return a channel on which processes report to the main process and get its decision; all must call this."""
+    global _exchanges  # noqa: PLW0603
+    _exchanges += 1
+    return Exchange(get_key_value_store(), *_rank_and_size, _exchanges)
 
 
 def broadcast_int(number: int) -> int:

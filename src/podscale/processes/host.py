@@ -35,7 +35,7 @@ def measure_usable_memory() -> int:
 
 
 def require_descriptors(least: int = MIN_DESCRIPTORS) -> None:
-    """Make sure that this process can open enough files: Python, JAX and Orbax fail in many ways without.
+    """Make sure that this process can open enough files: Python and JAX fail in many ways without.
 
     Args:
         least: how many it needs.

@@ -40,7 +40,7 @@ def compute_source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-LIBRARIES = ("podscale", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pillow")
+LIBRARIES = ("podscale", "jax", "jaxlib", "flax", "optax", "numpy", "pillow")
 
 
 def list_library_versions() -> dict[str, str]:

@@ -1,21 +1,16 @@
-"""Checkpoints: save, list, restore. Orbax writes them, asynchronously and atomically.
+"""Checkpoints: save, list, restore. They are written beside the training, and appear only once they are complete.
 
 A checkpoint is a flat table of named arrays (`params/layers/0/conv/kernel`, ...), the same whatever the pod, so that a
 run stopped on one pod resumes on another. The newest few are kept, and the one with the best accuracy.
 
-Orbax does not detect flipped bits, so the checksum of every array is saved with it and compared when it is restored; so
-is the step, because a checkpoint that was copied under another number would train other batches. Only what is proven
-damaged is moved aside (see `podscale.training.checkpoint_files`).
+The checksum of every array is saved with it and compared when it is restored; so is the step, because a checkpoint that
+was copied under another number would train other batches. Only what is proven damaged is moved aside (see
+`podscale.training.checkpoint_files`).
 """
 
-import errno
-import logging
-import os
-import shutil
-import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
+import json
+import secrets
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,14 +18,17 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
+from numpy.typing import NDArray
 
 from podscale.errors import UserError
 from podscale.parallel import checksum
+from podscale.processes import group
 from podscale.processes.group import is_main_process, run_on_main_process
-from podscale.processes.heartbeat import CollectiveFailedError
 from podscale.training import checkpoint_files as files
+from podscale.training import checkpoint_save as saving
+from podscale.training import orbax_checkpoint
+from podscale.training.checkpoint_folder import Attempt, CheckpointFolder, DamagedFileError
+from podscale.training.checkpoint_format import InvalidManifestError, Manifest, find_pieces
 
 T = TypeVar("T")
 
@@ -55,11 +53,9 @@ class LastCheckpointNotSavedError(UserError):
         self.step, self.summary = step, dict[str, Any]()
 
 
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file it touches, and errors that we report
 DAMAGED = "damaged"
 INVALID_METADATA = "its metadata is not valid JSON"
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE, errno.ENFILE)
-DISK_REASONS = tuple(map(os.strerror, DISK_ERRORS))
+OPEN_TIMEOUT_S = 600.0  # in which the main process must have listed the checkpoints
 
 
 class Checkpoints:
@@ -79,89 +75,127 @@ class Checkpoints:
         Raises:
             UserError: the folder cannot be read or, unless it is only read, written.
         """
-        self._about = about
+        self._folder, self._store = folder.absolute(), CheckpointFolder(folder.absolute())
+        self._about, self._keep, self._saves, self._token = about, max(keep, 1), 0, ""
         self.moved = dict[int, Path]()  # damaged checkpoints that the main process moved aside, and where they are now
+        self.reasons = dict[int, str]()  # what was wrong with them
         self.problem = ""  # why a checkpoint could not be written the last time
+        self._accuracies = dict[int, float | None]()  # of every checkpoint that is complete
+        self._pending: saving.BackgroundSave | None = None
         self._unrecorded: int | None = None  # the step of a checkpoint that may still be incomplete
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} should be a folder of checkpoints, but it is a file")
         if read_only:
-            for step in files.retry_reading(partial(files.find_invalid_steps, folder), folder):
-                raise DamagedCheckpointError(folder / str(step), INVALID_METADATA)
+            self._accuracies, invalid = self._list()
+            for step, reason in invalid.items():
+                raise DamagedCheckpointError(folder / str(step), reason)
         else:
-            run_on_main_process(lambda: self._prepare_folder(folder))
-        best = policies.BestN(get_metric_fn=_get_accuracy, n=1, keep_checkpoints_without_metrics=False)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(max(keep, 1)), best]),
-            best_fn=_get_accuracy,
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
-            create=not read_only,
-        )
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=options, item_handlers=ocp.StandardCheckpointHandler()
-        )
+            run_on_main_process(self._prepare_folder)
+            self._share_list()
 
-    def _prepare_folder(self, folder: Path) -> None:
-        """Move checkpoints aside whose metadata is invalid, with which Orbax would not open the folder at all."""
-        files.check_writable(folder)
-        if steps := files.list_steps(folder):
-            files.write_record(folder, steps[-1])
-        for step in files.retry_reading(partial(files.find_invalid_steps, folder), folder):
-            self.moved[step] = files.move_aside(folder, step, DAMAGED)
+    def _prepare_folder(self) -> None:
+        """Remove what is incomplete, and move checkpoints aside whose metadata is invalid."""
+        files.check_writable(self._folder)
+        if steps := files.list_steps(self._folder):
+            files.write_record(self._folder, steps[-1])
+        self._store.remove_leftovers()
+        self._accuracies, self.reasons = self._list()
+        for step in self.reasons:
+            self.moved[step] = files.move_aside(self._folder, step, DAMAGED)
 
-    @property
-    def _folder(self) -> Path:
-        return Path(str(self._manager.directory))
+    def _share_list(self) -> None:
+        """Let all processes know the same checkpoints: a shared folder may look different in each for a moment."""
+        exchange = group.open_exchange()
+        if exchange.process == 0:
+            exchange.decide(json.dumps([secrets.token_hex(4), list(self._accuracies.items())]))
+        self._token, rows = json.loads(exchange.await_decision(OPEN_TIMEOUT_S))
+        self._accuracies = dict(rows)
+
+    def _list(self) -> tuple[dict[int, float | None], dict[int, str]]:
+        """Return the accuracy of each checkpoint, and what is wrong with those that cannot be listed."""
+        accuracies, invalid = dict[int, float | None](), dict[int, str]()
+        for step in files.retry_reading(partial(files.list_steps, self._folder), self._folder):
+            try:
+                accuracies[step] = files.retry_reading(partial(self._read_accuracy, step), self._folder / str(step))
+            except InvalidManifestError as error:
+                invalid[step] = str(error)
+            except ValueError:
+                invalid[step] = INVALID_METADATA
+        return accuracies, invalid
+
+    def _read_accuracy(self, step: int) -> float | None:
+        path = self._folder / str(step)
+        try:
+            return Manifest.from_bytes(self._store.read_manifest(step)).accuracy
+        except (FileNotFoundError, NotADirectoryError):
+            return orbax_checkpoint.read_accuracy(path) if orbax_checkpoint.is_orbax(path) else None
+        except IsADirectoryError:
+            raise InvalidManifestError(INVALID_METADATA) from None
 
     def steps(self) -> list[int]:
         """Steps that can be restored, oldest first."""
-        return sorted(self._manager.all_steps())
+        return sorted(self._accuracies)
 
     def is_saved(self, step: int) -> bool:
         """Whether the whole checkpoint of this step is on disk."""
-        return (self._folder / str(step)).is_dir()
+        save = self._pending
+        return step in self._accuracies or (save is not None and save.contents.step == step and save.is_complete())
 
     def newest(self) -> int | None:
         """The step of the newest checkpoint."""
-        return self._manager.latest_step()
+        return max(self._accuracies, default=None)
 
     def best(self) -> int | None:
         """The step of the checkpoint with the best validation accuracy; the newest if none was evaluated."""
-        return self._manager.best_step() or self._manager.latest_step()
+        return _find_best(self._accuracies) or self.newest()
+
+    # --- save ---
 
     def save(self, step: int, state: Any, accuracy: float | None = None) -> None:
         """Start to write `state` as it is now; returns once the state may change.
 
+        All processes call this, with the same arrays. In each of them an array must be whole.
+
         Raises:
-            CheckpointNotSavedError: this checkpoint, or the one before it, could not be written. Older ones stay whole.
+            CheckpointNotSavedError: the checkpoint before it could not be written. Older ones stay whole.
         """
-        metrics = None if accuracy is None else {"accuracy": accuracy}
-        arrays = _flatten(state)
-        digests = dict(zip(arrays, np.asarray(checksum.checksum_arrays(list(arrays.values()))).tolist(), strict=True))
+        previous, reason = self._pending, self._finish()
+        arrays, exchange = _flatten(state), group.open_exchange()
+        self._saves += 1
+        contents = saving.describe_contents(step, arrays, accuracy, self._about, exchange.processes)
+        self._pending = saving.BackgroundSave(
+            self._store,
+            Attempt(step, f"{self._token}-{self._saves}"),
+            contents,
+            saving.copy_to_host(contents, arrays, exchange.process),
+            exchange,
+            _find_expired(self._accuracies | {step: accuracy}, self._keep),
+        )
+        self._pending.start(previous)
+        self._unrecorded = step
+        if reason:
+            raise CheckpointNotSavedError(reason)
 
-        def start() -> None:
-            self._remove_partial_writes()
-            self._manager.save(
-                step,
-                args=ocp.args.StandardSave(arrays),
-                metrics=metrics,
-                force=True,
-                custom_metadata={"step": step, "digests": digests, "about": self._about},
-            )
-            self._unrecorded = step
-
-        reasons = [reason for work in (self._manager.wait_until_finished, start) if (reason := self._attempt(work))]
-        if reasons:
-            raise CheckpointNotSavedError(reasons[-1])
+    def _finish(self) -> str:
+        """Wait for the checkpoint that is being written, if there is one; return why it could not be, or ""."""
+        save = self._pending
+        if save is None:
+            return ""
+        reason = save.wait()
+        if reason:
+            self.problem = reason
+        else:
+            self._accuracies[save.contents.step] = save.contents.accuracy
+            for step in save.expired:
+                self._accuracies.pop(step, None)
+        return reason
 
     def record_completed(self) -> None:
         """Record that there is a checkpoint, once the one that was saved last is complete; cheap to call often."""
         if self._unrecorded is None or not is_main_process():
             return
-        with suppress(OSError):
-            if self.is_saved(self._unrecorded) and files.write_record(self._folder, self._unrecorded):
-                self._unrecorded = None
+        if self.is_saved(self._unrecorded) and files.write_record(self._folder, self._unrecorded):
+            self._unrecorded = None
 
     def check_nothing_lost(self) -> None:
         """Refuse to start at step 0 if the run had checkpoints; all processes call this.
@@ -187,34 +221,13 @@ class Checkpoints:
         Raises:
             CheckpointNotSavedError: one could not be written.
         """
-        if reason := self._attempt(self._manager.wait_until_finished):
+        reason = self._finish()
+        self._join()
+        if reason:
             raise CheckpointNotSavedError(reason)
         self.record_completed()
 
-    def _attempt(self, work: Callable[[], Any]) -> str:
-        """Do `work`. If the disk fails, remove what was partly written and return the reason; otherwise return "".
-
-        Raises:
-            CollectiveFailedError: it failed otherwise, and there are other processes, one of which may be gone.
-        """
-        try:
-            work()
-            return ""
-        except Exception as error:  # Orbax does not document what it raises if a process dies
-            reason = _find_disk_reason(error)
-            if not reason and jax.process_count() > 1:
-                raise CollectiveFailedError(f"cannot save together: {error}") from error
-            if not reason:
-                raise
-        self.problem = reason
-        self._remove_partial_writes()
-        return reason
-
-    def _remove_partial_writes(self) -> None:
-        """Remove partly written checkpoints, which take disk space; call it while nothing is being written."""
-        if is_main_process():
-            for partial_write in self._folder.glob("*.orbax-checkpoint-tmp"):
-                shutil.rmtree(partial_write, ignore_errors=True)
+    # --- restore ---
 
     def restore(self, step: int, like: T) -> T:
         """Return the state saved at `step`, with the structure, types and shardings of `like`.
@@ -225,41 +238,49 @@ class Checkpoints:
         """
         target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _flatten(like))
         path = self._folder / str(step)
-        arrays, metadata = self._read(step, target)
-        saved_step, expected = metadata.get("step", step), metadata["digests"]  # older checkpoints do not have it
-        if saved_step != step:
-            raise DamagedCheckpointError(path, f"it was saved after step {saved_step}, not after step {step}")
-        digests = np.asarray(checksum.checksum_arrays(list(arrays.values()))).tolist()
-        for name, digest in zip(arrays, digests, strict=True):
-            if expected.get(name) != digest:
-                raise DamagedCheckpointError(path, f"{name} is not what was saved")
+        try:
+            manifest = files.retry_reading(partial(self._read_manifest, step), path)
+            arrays = self._restore_orbax(step, target) if manifest is None else self._read(step, manifest, target)
+        except (InvalidManifestError, DamagedFileError) as error:
+            raise DamagedCheckpointError(path, str(error)) from None
         return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in _name_leaves(like)])
 
-    def _read(self, step: int, target: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return arrays and metadata of a checkpoint, whose bytes are all read first: that shows what can be read.
-
-        Several processes read together, so that none of them can try again alone once the library has started.
-        """
+    def _read_manifest(self, step: int) -> Manifest | None:
+        """Return a checkpoint's manifest; None if Orbax wrote it."""
         path = self._folder / str(step)
-        delays = list(files.RETRY_DELAYS_S) if jax.process_count() == 1 else []
-        while True:
-            files.retry_reading(partial(files.read_every_byte, path), path)
-            try:
-                self._check_fits(step, target)
-                arrays = self._manager.restore(step, args=ocp.args.StandardRestore(target))
-                metadata = self._manager.metadata(step).custom_metadata
-                if isinstance(metadata["digests"], dict):
-                    return arrays, metadata
-            except (UserError, MemoryError, jax.errors.JaxRuntimeError):
+        try:
+            return Manifest.from_bytes(self._store.read_manifest(step))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if orbax_checkpoint.is_orbax(path):
+                return None
+            if not path.is_dir():
                 raise
-            except Exception as error:  # Orbax does not document what it raises on damaged files
-                if problem := files.find_read_problem(error):
-                    if not delays:
-                        raise files.UnreadableCheckpointError(path, problem) from None
-                    time.sleep(delays.pop(0))
-                    continue
-            files.retry_reading(partial(files.read_every_byte, path), path)
-            raise DamagedCheckpointError(path, "it cannot be read")
+            raise DamagedFileError("its manifest is missing") from None
+
+    def _read(self, step: int, manifest: Manifest, target: dict[str, Any]) -> dict[str, Any]:
+        """Return arrays of a checkpoint, verified, where the target's shardings place them."""
+        _check_step(step, manifest.step)
+        orbax_checkpoint.check_fits(step, {spec.name: spec.shape for spec in manifest.arrays}, target)
+        specs = {spec.name: spec for spec in manifest.arrays}
+        for name, array in target.items():
+            if specs[name].dtype != np.dtype(array.dtype).name:
+                raise UserError(
+                    f"checkpoint {step} does not fit the model of this recipe: {name} has type {specs[name].dtype}, "
+                    f"wanted {np.dtype(array.dtype).name}"
+                )
+        path = self._folder / str(step)
+        values = files.retry_reading(partial(_read_values, self._store, manifest, target), path)
+        return _place(values, target)
+
+    def _restore_orbax(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
+        try:
+            arrays, metadata = orbax_checkpoint.restore_arrays(self._folder / str(step), target)
+        except ValueError as error:
+            raise DamagedFileError(str(error)) from None
+        _check_step(step, metadata.get("step", step))  # older ones do not have it
+        digests = np.asarray(checksum.checksum_arrays(list(arrays.values()))).tolist()
+        _check_digests(dict(zip(arrays, digests, strict=True)), metadata["digests"])
+        return arrays
 
     def move_aside(self, step: int, name: str = DAMAGED) -> Path:
         """Move a checkpoint to a folder that no run reads; all processes call this.
@@ -269,72 +290,92 @@ class Checkpoints:
         """
         moved = [self._folder.with_name(name)]
         run_on_main_process(lambda: moved.append(files.move_aside(self._folder, step, name)))
-        self._manager.reload()
+        self._accuracies.pop(step, None)
         return moved[-1]
 
-    def _check_fits(self, step: int, target: dict[str, Any]) -> None:
-        """Compare names and shapes first: Orbax fails in the middle of its threads, which then print to stderr."""
-        saved = {name: tuple(a.shape) for name, a in self._manager.item_metadata(step).items()}
-        for name, array in target.items():
-            if saved.get(name) != array.shape:
-                problem = f"has shape {saved[name]}" if name in saved else "is missing"
-                raise UserError(
-                    f"checkpoint {step} does not fit the model of this recipe: {name} {problem}, wanted {array.shape}"
-                )
-
     def __enter__(self) -> "Checkpoints":
-        self._late_writes = LateWrites()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            for work in (self._manager.wait_until_finished, self._manager.close):
-                self._attempt(work)  # callers that need to know whether it worked call `wait`
-            self.record_completed()
-        finally:
-            self._late_writes.restore()
+            self._finish()  # callers that need to know whether it worked call `wait`
+            self._join()
+        except Exception:
+            if kind is None:
+                raise
+        self.record_completed()
+
+    def _join(self) -> None:
+        """Wait until nothing more is written or deleted."""
+        if self._pending:
+            self._pending.join()
+            self._pending = None
 
 
-class LateWrites:
-    """Keeps Python from printing the errors of writes that end after one of them has failed, on a full disk.
+# --- which to keep ---------------------------------------------------------------------------------------------------
 
-    Orbax has closed its event loop by then, and nobody waits for them. The failure itself is raised, and reported once.
+
+def _find_best(accuracies: Mapping[int, float | None]) -> int | None:
+    """Return the step with the best accuracy, the newest of several; None if there was no evaluation."""
+    evaluated = [(accuracy, step) for step, accuracy in accuracies.items() if accuracy is not None]
+    return max(evaluated)[1] if evaluated else None
+
+
+def _find_expired(accuracies: Mapping[int, float | None], keep: int) -> list[int]:
+    """Return the steps that are neither among the newest nor the best.
+
+    >>> _find_expired({1: None, 2: 0.9, 3: 0.8, 4: None, 5: 0.7}, keep=2)
+    [1, 3]
     """
-
-    def __init__(self) -> None:
-        self._excepthook, self._unraisablehook = sys.excepthook, sys.unraisablehook
-        sys.excepthook, sys.unraisablehook = self._handle_exception, self._handle_unraisable
-        logging.getLogger("asyncio").addFilter(_is_no_disk_failure)  # it may log them when all of this is over
-
-    def restore(self) -> None:
-        """Let Python print everything again."""
-        sys.excepthook, sys.unraisablehook = self._excepthook, self._unraisablehook
-
-    def _handle_exception(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
-        if not _is_late_write(error):
-            self._excepthook(kind, error, trace)
-
-    def _handle_unraisable(self, unraisable: Any) -> None:
-        if not _is_late_write(unraisable.exc_value):
-            self._unraisablehook(unraisable)
+    steps = sorted(accuracies)
+    return [step for step in steps[:-keep] if step != _find_best(accuracies)]
 
 
-def _is_late_write(error: BaseException | None) -> bool:
-    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _is_no_disk_failure(record: logging.LogRecord) -> bool:
-    """Return whether to log what asyncio reports: not an exception that nobody has waited for, if it is a disk's."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not (error and _find_disk_reason(error) and "never retrieved" in record.getMessage())
+def _read_values(store: CheckpointFolder, manifest: Manifest, names: Mapping[str, Any]) -> dict[str, NDArray]:
+    """Return the arrays with these names, after comparing their checksums."""
+    buffers = {i: np.empty(spec.size, np.uint8) for i, spec in enumerate(manifest.arrays) if spec.name in names}
+    start = 0
+    for part in manifest.files:
+        reads, offset = list[tuple[int, memoryview]](), 0
+        for piece in find_pieces(manifest.arrays, range(start, start + part.size)):
+            if piece.array in buffers:
+                reads.append((offset, buffers[piece.array].data[piece.start : piece.stop]))
+            offset += piece.stop - piece.start
+        store.read_part(manifest.step, part, reads)
+        start += part.size
+    values, digests, expected = dict[str, NDArray](), dict[str, int](), dict[str, int]()
+    for number, buffer in buffers.items():
+        spec = manifest.arrays[number]
+        flat = buffer.view(jax.numpy.dtype(spec.dtype))
+        digests[spec.name], expected[spec.name] = checksum.checksum_host_array(flat), manifest.digests[number]
+        values[spec.name] = flat.reshape(spec.shape)
+    _check_digests(digests, expected)
+    return values
 
 
-def _find_disk_reason(error: BaseException) -> str:
-    return next((reason for reason in DISK_REASONS if reason.lower() in str(error).lower()), "")
+def _check_step(step: int, saved_step: int) -> None:
+    if saved_step != step:
+        raise DamagedFileError(f"it was saved after step {saved_step}, not after step {step}")
 
 
-def _get_accuracy(metrics: Any) -> float:
-    return metrics["accuracy"] if metrics else float("-inf")
+def _check_digests(digests: Mapping[str, int], expected: Mapping[str, int]) -> None:
+    for name, digest in digests.items():
+        if expected.get(name) != digest:
+            raise DamagedFileError(f"{name} is not what was saved")
+
+
+def _place(values: Mapping[str, NDArray], target: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return arrays on the devices that the target's shardings name; each process places what it holds of them."""
+    shardings = {name: array.sharding for name, array in target.items()}
+    local = {name: values[name] for name, sharding in shardings.items() if sharding.is_fully_addressable}
+    placed = jax.device_put(local, {name: shardings[name] for name in local})
+    for name in shardings.keys() - local.keys():
+        host = values[name]
+        placed[name] = jax.make_array_from_callback(host.shape, shardings[name], host.__getitem__)
+    return dict(placed)
 
 
 def _name_leaves(tree: Any) -> list[str]:

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between attempts to read
 RECORD = "last-checkpoint.json"
-METADATA_FILES = ("metrics/metrics", "_CHECKPOINT_METADATA")
 BLOCK_BYTES = 2**20
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 STRUCTURE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # a file is missing, or something else is in its place
@@ -148,26 +147,6 @@ def list_steps(folder: Path) -> list[int]:
         return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
     except FileNotFoundError:
         return []
-
-
-def find_invalid_steps(folder: Path) -> list[int]:
-    """Return the steps whose metrics or metadata can be read but are not valid JSON: Orbax would not open the folder.
-
-    Raises:
-        OSError: one of the files cannot be read.
-    """
-
-    def is_valid(path: Path) -> bool:
-        try:
-            with _open(path) as file:
-                return bool(json.loads(file.read()))
-        except (FileNotFoundError, NotADirectoryError):
-            return True  # reported when it is needed
-        except (ValueError, RecursionError, IsADirectoryError):
-            return False
-
-    steps = list_steps(folder)
-    return [step for step in steps if not all(is_valid(folder / str(step) / file) for file in METADATA_FILES)]
 
 
 # --- the record that there was a checkpoint --------------------------------------------------------------------------

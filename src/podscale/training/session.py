@@ -34,7 +34,7 @@ from podscale.runs.startup import clock as start_clock
 from podscale.storage.files import write_atomically
 from podscale.storage.lock import FolderLock
 from podscale.training.advice import describe_decoding, list_warnings
-from podscale.training.checkpoint import INVALID_METADATA, Checkpoints, DamagedCheckpointError
+from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
 from podscale.training.checkpoint_files import find_steps
 from podscale.training.divergence import count_checkpoints_to_keep
 from podscale.training.initial_weights import InitialWeights
@@ -220,7 +220,7 @@ def resume(
         UserError: all checkpoints are damaged, or the newest one cannot be read now.
     """
     for step, aside in checkpoints.moved.items():
-        warn(console, f"checkpoint {step} is damaged ({INVALID_METADATA}); it lies in {aside} now")
+        warn(console, f"checkpoint {step} is damaged ({checkpoints.reasons[step]}); it lies in {aside} now")
     while (newest := checkpoints.newest()) is not None:
         state, problem = None, ""
         try:
