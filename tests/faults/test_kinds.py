@@ -17,6 +17,7 @@ CASES = [
     ("pause_launcher", "training", 4),
     ("fill_disk", "saving", 1),
     ("fill_disk", "saving", 4),
+    ("fill_disk", "ending", 4),  # as the last checkpoint is written
     ("restart_on_full_disk", "training", 4),
     ("limit_files", "training", 1),
     ("damage_programs", "training", 4),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from support.slow_disk import write_slow_site
 
 from podscale import pod
 from podscale.runs.folder import Run
@@ -58,6 +59,7 @@ class ChaosTraining:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self.programs)}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment |= {"PYTHONPATH": str(write_slow_site(self.programs.with_name("slow-disk")))}
         limits = ["prlimit", f"--nofile={max_files}"] if max_files else []
         with self.log.open("a") as log:
             print(SESSION, file=log, flush=True)

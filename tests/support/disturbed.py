@@ -23,7 +23,7 @@ TIMEOUT_S = 600
 PART = "*.part"
 SESSION = "--- a session starts"
 
-# The unchanged command, on a disk that is slow to rename and to delete, so that a signal can arrive in the middle.
+# The unchanged command, on a disk that is slow to flush, to rename and to delete, so that a signal can arrive in the middle.
 # It creates a marker file when it starts to delete a checkpoint.
 SLOW_DISK = """
 import os, sys, time
@@ -42,7 +42,11 @@ def rename(*args, work=os.rename, **more):
     time.sleep(0.02)
     return work(*args, **more)
 
-os.unlink, os.rename = unlink, rename
+def fsync(*args, work=os.fsync):
+    time.sleep(0.02)
+    return work(*args)
+
+os.unlink, os.rename, os.fsync = unlink, rename, fsync
 cli.run()
 """
 
