@@ -23,8 +23,8 @@ TIMEOUT_S = 600
 PART = "*.part"
 SESSION = "--- a session starts"
 
-# The unchanged command, on a disk that is slow to flush, to rename and to delete, so that a signal can arrive in the middle.
-# It creates a marker file when it starts to delete a checkpoint.
+# The unchanged command, on a disk that is slow to flush, to rename and to delete, so that a signal can arrive in the
+# middle. It creates a marker file when it starts to delete a checkpoint.
 SLOW_DISK = """
 import os, sys, time
 from pathlib import Path
