@@ -19,6 +19,7 @@ typedef struct {
     struct jpeg_progress_mgr progress;
     jmp_buf escape; /* set by the caller of libjpeg */
     char *reason;   /* REASON_BYTES */
+    void *entropy;  /* the EntropyDecoder, where it takes libjpeg's place */
 } Guard;
 
 _Noreturn void reject(Guard *guard, const char *reason); /* jumps to guard->escape */

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "entropy.h"
 #include "guard.h"
 #include "limits.h"
 #include "tiles.h"
@@ -20,6 +21,7 @@ enum {
 struct Decoder {
     Guard guard;
     struct jpeg_decompress_struct jpeg;
+    EntropyDecoder entropy;
     int64_t max_bytes;
     Canvas *canvas;
     int left, top;  /* position in the image of what libjpeg decodes */
@@ -213,6 +215,8 @@ static void start_decompress(Decoder *decoder, J_COLOR_SPACE space) {
     jpeg_start_decompress(&decoder->jpeg);
     if (has_missing_scans(&decoder->jpeg))
         reject(&decoder->guard, "scans are missing");
+    if (!decoder->entropy.has_given_up)
+        replace_entropy_decoder(&decoder->entropy, &decoder->guard, &decoder->jpeg);
 }
 
 static void decode_rows(Decoder *decoder) {
@@ -233,7 +237,7 @@ static void reset_decompressor(Decoder *decoder) {
 }
 
 /* Processes the crop, from a window of the tiles if there are any. */
-static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop,
+static int process_once(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop,
                    void (*process_rows)(Decoder *)) {
     if (setjmp(decoder->guard.escape)) {
         jpeg_abort_decompress(&decoder->jpeg); /* frees the image's memory */
@@ -252,8 +256,17 @@ static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const T
     return 0;
 }
 
+static int attempt(Decoder *decoder, const uint8_t *data, size_t length, const Tiles *tiles, const Crop *crop,
+                   void (*process_rows)(Decoder *)) {
+    decoder->entropy.has_given_up = 0;
+    int status = process_once(decoder, data, length, tiles, crop, process_rows);
+    if (decoder->entropy.has_given_up) /* libjpeg knows what to do with it */
+        status = process_once(decoder, data, length, tiles, crop, process_rows);
+    return status;
+}
+
 static int attempt_with_tiles(Decoder *decoder, const uint8_t *data, size_t length, const Crop *crop,
-                       void (*process_rows)(Decoder *)) {
+                              void (*process_rows)(Decoder *)) {
     Tiles tiles;
     if (parse_tiles(&tiles, data, length) && attempt(decoder, data, length, &tiles, crop, process_rows) == 0)
         return 0;
@@ -287,7 +300,7 @@ static void read_all_rows(Decoder *decoder, DecodedImage *image) {
     }
 }
 
-int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, DecodedImage *image, char *reason) {
+static int decode_once(Decoder *decoder, const uint8_t *data, size_t length, DecodedImage *image, char *reason) {
     image->pixels = NULL;
     decoder->guard.reason = reason;
     if (setjmp(decoder->guard.escape)) {
@@ -306,6 +319,14 @@ int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, DecodedIma
         reject(&decoder->guard, "damaged or truncated at the end");
     jpeg_abort_decompress(&decoder->jpeg);
     return 0;
+}
+
+int decode_jpeg(Decoder *decoder, const uint8_t *data, size_t length, DecodedImage *image, char *reason) {
+    decoder->entropy.has_given_up = 0;
+    int status = decode_once(decoder, data, length, image, reason);
+    if (decoder->entropy.has_given_up)
+        status = decode_once(decoder, data, length, image, reason);
+    return status;
 }
 
 /* --- lifetime ----------------------------------------------------------------------------------------------------- */

@@ -1,7 +1,7 @@
 """The native decoder under AddressSanitizer and UndefinedBehaviorSanitizer, on thousands of damaged images.
 
-Builds `native/decoder/fuzz.c` with gcc or clang three times: with the fastest instructions of this processor, without
-AVX-512, and in plain C. The three builds must agree on every pixel.
+Builds `native/decoder/fuzz.c` with gcc or clang four times: with the fastest instructions of this processor, without
+AVX-512, in plain C, and with libjpeg's own entropy decoder. The four builds must agree on every pixel.
 
     python tests/faults/native_asan.py [10000]
 """
@@ -25,7 +25,12 @@ NATIVE = Path(__file__).parents[2] / "native" / "decoder"
 SOURCES = sorted(str(path) for path in NATIVE.glob("*.c") if path.name != "module.c")
 FLAGS = "-std=c11 -g -O1 -Wall -Wextra -ffp-contract=off -fno-omit-frame-pointer".split()
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-BUILDS = {"as built": [], "AVX2": ["-DNO_VNNI"], "plain C": ["-DNO_AVX2"]}
+BUILDS = {
+    "as built": [],
+    "AVX2": ["-DNO_VNNI"],
+    "plain C": ["-DNO_AVX2"],
+    "entropy decoding by libjpeg": ["-DNO_FAST_ENTROPY"],
+}
 
 DAMAGED = 160  # files damaged by tests/faults/fuzz.py; the driver takes 256 in all
 
