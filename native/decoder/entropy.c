@@ -26,7 +26,10 @@ void replace_entropy_decoder(EntropyDecoder *decoder, Guard *guard, struct jpeg_
 
 enum { MAX_DC = 1 << 30 }; /* libjpeg refuses sums of differences that overflow */
 
-enum { END_OF_BLOCK = 64 }; /* a run that leads past the last coefficient from anywhere */
+enum {
+    SIXTEEN_ZEROS = 0xF0, /* a symbol */
+    END_OF_BLOCK = 64,    /* steps that lead past the last coefficient from anywhere */
+};
 
 /* Where a coefficient lies in its block. As in libjpeg, what a run leads past the end to replaces the last one. */
 static const uint8_t NATURAL_ORDER[DCTSIZE2 + END_OF_BLOCK] = {
@@ -44,26 +47,18 @@ static _Noreturn void give_up(EntropyDecoder *decoder) {
 
 /* --- tables ------------------------------------------------------------------------------------------------------- */
 
-/* Returns the number that `size` bits stand for (ITU-T T.81, table F.12): with the highest bit 0 it is negative. */
-static inline int32_t extend(int32_t number, int size) {
-    return number < 1 << (size - 1) ? number - (1 << size) + 1 : number;
+static Lookup describe_code(int length, int symbol, int is_dc) {
+    int size = symbol & MAX_VALUE_BITS, steps = is_dc ? 0 : (symbol >> 4) + 1;
+    if (!is_dc && !size && symbol != SIXTEEN_ZEROS)
+        steps = END_OF_BLOCK;
+    return (Lookup){(uint8_t)length, (uint8_t)size, (uint8_t)(length + size), (uint8_t)steps};
 }
 
-/* Returns how far a symbol of an AC table leads. */
-static inline int count_steps(int symbol) {
-    return symbol & 15 || symbol == 0xF0 ? (symbol >> 4) + 1 : END_OF_BLOCK;
-}
-
-/* Fills in the lookups that begin with a code and hold its value as well. */
-static void add_code(CodeTable *table, int code, int length, int symbol, int is_dc) {
-    int size = is_dc ? symbol : symbol & 15, spare = LOOKUP_BITS - length;
-    if (size > spare)
-        return;
-    for (int i = 0; i < 1 << spare; i++) {
-        int value = size ? extend(i >> (spare - size), size) : 0;
-        table->lookups[(code << spare) + i] =
-            (Lookup){(int16_t)value, (uint8_t)(is_dc ? 0 : count_steps(symbol)), (uint8_t)(length + size)};
-    }
+/* Fills in the lookups that begin with a code. */
+static void add_code(CodeTable *table, int code, int length, Lookup lookup) {
+    int spare = LOOKUP_BITS - length;
+    for (int i = 0; i < 1 << spare; i++)
+        table->lookups[(code << spare) + i] = lookup;
 }
 
 /* Builds a table whose codes libjpeg has checked (ITU-T T.81, annex C). */
@@ -72,6 +67,7 @@ static void build_table(CodeTable *table, const JHUFF_TBL *source, int is_dc) {
         !memcmp(table->source.huffval, source->huffval, sizeof source->huffval))
         return;
     table->is_built = 1;
+    table->is_dc = is_dc;
     table->source = *source;
     memset(table->lookups, 0, sizeof table->lookups);
     int code = 0, place = 0;
@@ -79,7 +75,7 @@ static void build_table(CodeTable *table, const JHUFF_TBL *source, int is_dc) {
         table->offset[length] = place - code;
         for (int i = 0; i < source->bits[length]; i++, code++, place++)
             if (length <= LOOKUP_BITS)
-                add_code(table, code, length, source->huffval[place], is_dc);
+                add_code(table, code, length, describe_code(length, source->huffval[place], is_dc));
         table->last_code[length] = source->bits[length] ? code - 1 : -1;
     }
 }
@@ -128,70 +124,58 @@ static inline ALWAYS_INLINE void refill(EntropyDecoder *decoder, BitReader *read
     *reader = decoder->reader;
 }
 
-static inline ALWAYS_INLINE void skip_bits(BitReader *reader, int count) {
-    reader->bits <<= count;
-    reader->count -= count;
-}
-
-/* Returns the symbol of the next code, of any length, and skips the code. */
-static inline ALWAYS_INLINE int decode_symbol(EntropyDecoder *decoder, const CodeTable *table, BitReader *reader) {
-    for (int length = 1; length <= MAX_CODE_BITS; length++) {
-        int32_t code = (int32_t)(reader->bits >> (64 - length));
-        if (code <= table->last_code[length]) {
-            skip_bits(reader, length);
-            return table->source.huffval[(code + table->offset[length]) & 0xFF];
-        }
+/* Finds a code of more than LOOKUP_BITS bits. */
+static __attribute__((noinline)) Lookup find_long_code(EntropyDecoder *decoder, const CodeTable *table, uint64_t bits) {
+    for (int length = LOOKUP_BITS + 1; length <= MAX_CODE_BITS; length++) {
+        int32_t code = (int32_t)(bits >> (64 - length));
+        if (code <= table->last_code[length])
+            return describe_code(length, table->source.huffval[(code + table->offset[length]) & 0xFF], table->is_dc);
     }
     give_up(decoder);
 }
 
-/* Returns the value of the next `size` bits, and skips them. */
-static inline ALWAYS_INLINE int32_t decode_value(BitReader *reader, int size) {
-    int32_t value = size ? extend((int32_t)(reader->bits >> (64 - size)), size) : 0;
-    skip_bits(reader, size);
-    return value;
+/* Returns the next value and the steps that lead to it. A value of n bits is negative if the first of them is 0
+ * (ITU-T T.81, table F.12). What the next value waits for is a lookup and a shift; the rest is done meanwhile. */
+static inline ALWAYS_INLINE int32_t decode_value(EntropyDecoder *decoder, const CodeTable *table, BitReader *reader,
+                                                 int *steps) {
+    Lookup lookup = table->lookups[reader->bits >> (64 - LOOKUP_BITS)];
+    if (__builtin_expect(!lookup.code_bits, 0))
+        lookup = find_long_code(decoder, table, reader->bits);
+    uint64_t value = reader->bits << lookup.code_bits;
+    int32_t number = (int32_t)(value >> 1 >> (63 - lookup.value_bits));
+    int32_t is_negative = ~(int32_t)((int64_t)value >> 63);
+    reader->bits <<= lookup.all_bits;
+    reader->count -= lookup.all_bits;
+    *steps = lookup.steps;
+    return number + (is_negative & (1 - (1 << lookup.value_bits)));
 }
 
 /* --- blocks ------------------------------------------------------------------------------------------------------- */
 
 static inline ALWAYS_INLINE void decode_dc(EntropyDecoder *decoder, const CodeTable *table, BitReader *reader,
                                            int32_t *last) {
-    if (reader->count < MIN_READY_BITS)
-        refill(decoder, reader);
-    Lookup lookup = table->lookups[reader->bits >> (64 - LOOKUP_BITS)];
-    skip_bits(reader, lookup.bits);
-    *last += lookup.bits ? lookup.value : decode_value(reader, decode_symbol(decoder, table, reader));
+    int steps;
+    refill(decoder, reader);
+    *last += decode_value(decoder, table, reader, &steps);
     if (*last > MAX_DC || *last < -MAX_DC)
         give_up(decoder);
 }
 
-/* Decodes all coefficients of a block but the first; `block` is NULL if they are not needed. */
+/* Decodes all coefficients of a block but the first; `block` is NULL if they are not needed. The end of a block and
+ * sixteen zeros are stored as values of 0, where there is no other value. */
 static inline ALWAYS_INLINE void decode_ac(EntropyDecoder *decoder, const CodeTable *table, BitReader *reader,
                                            JCOEF *block) {
-    int k = 0;
-    do {
-        if (reader->count < MIN_READY_BITS)
-            refill(decoder, reader);
-        Lookup lookup = table->lookups[reader->bits >> (64 - LOOKUP_BITS)];
-        if (__builtin_expect(!lookup.bits, 0)) {
-            int symbol = decode_symbol(decoder, table, reader), value = decode_value(reader, symbol & 15);
-            k += count_steps(symbol);
+    for (int k = 0, steps;;) {
+        refill(decoder, reader);
+        for (int i = 0; i < LOOKUPS_PER_REFILL; i++) {
+            int32_t value = decode_value(decoder, table, reader, &steps);
+            k += steps;
             if (block)
                 block[NATURAL_ORDER[k]] = (JCOEF)value;
-            continue;
+            if (k >= DCTSIZE2 - 1)
+                return;
         }
-        for (int i = 0;; i++) { /* there are bits enough for LOOKUPS_PER_REFILL of them */
-            k += lookup.run;
-            if (block)
-                block[NATURAL_ORDER[k]] = lookup.value;
-            skip_bits(reader, lookup.bits);
-            if (k >= DCTSIZE2 - 1 || i == LOOKUPS_PER_REFILL - 1)
-                break;
-            lookup = table->lookups[reader->bits >> (64 - LOOKUP_BITS)];
-            if (!lookup.bits)
-                break;
-        }
-    } while (k < DCTSIZE2 - 1);
+    }
 }
 
 /* --- MCUs --------------------------------------------------------------------------------------------------------- */

@@ -1,6 +1,6 @@
 /* Huffman decoding of baseline JPEGs in place of libjpeg's own, which looks at 8 bits at a time.
  *
- * One lookup of 11 bits gives nearly every coefficient whole: how many zeros precede it, its value, and its bits. The
+ * One lookup of 11 bits gives nearly every code: how many zeros precede its value, and the bits of both. The
  * coefficients are those of libjpeg. Whatever is unusual (codes that do not exist, missing data, markers out of place)
  * ends the attempt, and the caller decodes the image again by libjpeg, which decides what is wrong with it.
  */
@@ -11,22 +11,22 @@
 
 enum {
     LOOKUP_BITS = 11,
-    MAX_TABLES = 4,        /* of each kind, in a JPEG */
-    MAX_CODE_BITS = 16,    /* of a Huffman code */
-    LOOKUPS_PER_REFILL = 3,
-    MIN_READY_BITS = LOOKUPS_PER_REFILL * LOOKUP_BITS, /* also enough for any code and its value */
+    MAX_TABLES = 4,     /* of each kind, in a JPEG */
+    MAX_CODE_BITS = 16, /* of a Huffman code */
+    MAX_VALUE_BITS = 15,
+    LOOKUPS_PER_REFILL = 2, /* of at most 16 + 10 bits, where the format is obeyed; after a refill there are 56 */
 };
 
-/* What the next LOOKUP_BITS bits begin with: a value, the steps that lead to it from the last one, and how many bits
- * both take; 0 if they take more. The end of a block and sixteen zeros are values of 0. */
+/* The code that the next LOOKUP_BITS bits begin with; its bits are 0 if it is longer. */
 typedef struct {
-    int16_t value;
-    uint8_t run;
-    uint8_t bits;
+    uint8_t code_bits;
+    uint8_t value_bits;
+    uint8_t all_bits; /* the sum of both */
+    uint8_t steps;    /* from the last coefficient to this one */
 } Lookup;
 
 typedef struct {
-    int is_built;
+    int is_built, is_dc;
     JHUFF_TBL source; /* what it was built from: most files use the same tables */
     Lookup lookups[1 << LOOKUP_BITS];
     int32_t last_code[MAX_CODE_BITS + 2]; /* the largest code of each length; -1 if there is none */

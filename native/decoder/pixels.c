@@ -2,7 +2,17 @@
 
 #include <string.h>
 
-enum { ROWS_PER_CALL = 16 }; /* few enough to still be in the fastest cache when the vertical pass reads them */
+enum {
+    ROWS_PER_CALL = 16, /* few enough to still be in the fastest cache when the vertical pass reads them */
+    CACHE_LINE = 64,
+};
+
+/* Asks for rows ahead of time: each is too short to be noticed by the processor as a stream. */
+static void prefetch_rows(const uint8_t *bytes, size_t pitch, size_t row_bytes, int count) {
+    for (const uint8_t *row = bytes, *end = bytes + (count > 0 ? count : 0) * pitch; row < end; row += pitch)
+        for (size_t at = 0; at < row_bytes; at += CACHE_LINE)
+            __builtin_prefetch(row + at);
+}
 
 /* The last row of the memory, past whose end nothing may be read, is copied to a buffer that is long enough. */
 const char *add_pixels(Canvas *canvas, const Pixels *pixels, RowBuffer *buffer) {
@@ -22,6 +32,9 @@ const char *add_pixels(Canvas *canvas, const Pixels *pixels, RowBuffer *buffer) 
             memcpy(buffer->bytes, lines.bytes, row_bytes);
             lines.bytes = buffer->bytes, lines.count = count = 1;
         }
+        int ahead = canvas->vertical.to - y - count;
+        prefetch_rows(pixels->bytes + at + (size_t)count * pitch, pitch, row_bytes,
+                      ahead < ROWS_PER_CALL ? ahead : ROWS_PER_CALL);
         add_rows(canvas, &lines);
     }
     return NULL;
