@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 50, 7
+MAX_ANY_LINES = 150  # lines of code with `Any`, besides imports
 
 
 def iterate_functions():
@@ -39,3 +40,14 @@ def test_functions_fit_on_a_screen():
 def test_public_functions_have_few_parameters():
     public = [(name, node) for name, node in iterate_functions() if not node.name.startswith("_")]
     assert [name for name, node in public if count_parameters(node) > MAX_PARAMETERS] == []
+
+
+def list_any_lines(path):
+    """Return the lines that name `Any` in code, not in a text, a comment or an import."""
+    names = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name) and node.id == "Any")
+    return {f"{path.relative_to(ROOT)}:{name.lineno}" for name in names}
+
+
+def test_few_lines_have_the_type_any():
+    lines = sorted(line for path in FILES for line in list_any_lines(path))
+    assert len(lines) <= MAX_ANY_LINES, lines

@@ -7,7 +7,6 @@ module has lists of device numbers.
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -66,7 +65,7 @@ class Pod:
     cols: int
     cores: int = 1
     hosts: int = 1
-    devices: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    devices: tuple["jax.Device", ...] = field(default=(), repr=False, compare=False)
     memory_bytes: int = 4 << 30
     depth: int = 1
 
@@ -191,7 +190,7 @@ def find_pod(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
     return _lay_out(devices, rows, cols, cores)
 
 
-def make_pod(devices: list[Any], shape: str, cores: int = 0) -> Pod:
+def make_pod(devices: list[jax.Device], shape: str, cores: int = 0) -> Pod:
     """Return the first of some devices as an RxC torus; for tests and notebooks that use a part of a machine."""
     rows, cols = parse_shape(shape)
     cores = cores or _count_cores(devices)
@@ -204,7 +203,7 @@ def make_pod(devices: list[Any], shape: str, cores: int = 0) -> Pod:
 # --- layout --------------------------------------------------------------------------------------------------------
 
 
-def _make_virtual_devices(count: int) -> list[Any]:
+def _make_virtual_devices(count: int) -> list[jax.Device]:
     """Return CPU devices; each process makes its share of them."""
     _, processes = get_rank_and_size()
     if count % processes:
@@ -226,14 +225,14 @@ def _request_cores(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _lay_out(devices: list[Any], rows: int, cols: int, cores: int) -> Pod:
+def _lay_out(devices: list[jax.Device], rows: int, cols: int, cores: int) -> Pod:
     ordered = sorted(devices, key=get_position)
     kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
     hosts = len({d.process_index for d in devices})
     return Pod(kind, rows, cols, cores, hosts, tuple(ordered), _measure_device_memory(devices))
 
 
-def get_position(device: Any) -> tuple[int, ...]:
+def get_position(device: jax.Device) -> tuple[int, ...]:
     """Return a key that sorts devices by row, column and core: by coordinates on TPU, else by process and number."""
     if getattr(device, "coords", None) is not None and device.platform == "tpu":
         x, y, z = device.coords
@@ -241,13 +240,13 @@ def get_position(device: Any) -> tuple[int, ...]:
     return device.process_index, device.id
 
 
-def _count_cores(devices: list[Any]) -> int:
+def _count_cores(devices: list[jax.Device]) -> int:
     if devices[0].platform != "tpu":
         return 1
     return len({d.core_on_chip for d in devices})
 
 
-def _measure_device_memory(devices: list[Any]) -> int:
+def _measure_device_memory(devices: list[jax.Device]) -> int:
     """Return bytes of the device with the least memory: all processes must compute the same plan."""
     local = [d for d in devices if d.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
@@ -260,7 +259,7 @@ def _measure_device_memory(devices: list[Any]) -> int:
     return int(multihost_utils.process_allgather(np.int32(memory >> 20)).min()) << 20
 
 
-def _choose_shape(devices: list[Any], cores: int) -> tuple[int, int]:
+def _choose_shape(devices: list[jax.Device], cores: int) -> tuple[int, int]:
     """Return physical rows and columns on TPU; nodes x chips per node on clusters; else as square as possible."""
     chips = len(devices) // cores
     if devices[0].platform == "tpu":

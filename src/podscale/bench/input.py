@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ from podscale.processes.host import count_usable_cores
 from podscale.recipe import Recipe
 from podscale.report import input_table
 
+T = TypeVar("T")
 IMAGES_PER_DEVICE = 256
 SECONDS, ROUNDS = 0.25, 3  # each warm rate is the median of ROUNDS intervals of at least SECONDS each
 LOADER_SECONDS = 1.0
@@ -213,7 +214,7 @@ def _time_native_stages(crops: Crops, part: slice) -> dict[str, float]:
 def _time_reference_stages(crops: Crops, part: slice) -> dict[str, float]:
     seconds = dict.fromkeys(("read", "decode", "shrink", "resize"), 0.0)
 
-    def time_call(stage: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    def time_call(stage: str, work: Callable[..., T], *arguments: object) -> T:
         start = time.perf_counter()
         result = work(*arguments)
         seconds[stage] += time.perf_counter() - start

@@ -4,10 +4,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from podscale import recipe as recipes
 from podscale.bench.doctor import rates
@@ -47,7 +47,7 @@ def measure_step(
     program = _make_program(recipe, pod, options, images, repeats)
     call, state, batch = compile_train_step(program), program.init_state(), _make_batch(program)
 
-    def update() -> Any:
+    def update() -> PyTree:
         nonlocal state
         state, _ = call(state, *batch)
         return state
@@ -67,7 +67,7 @@ def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int =
         _make_random_array(array, 256 if array.dtype == np.uint8 else program.plan.counts.classes) for array in arrays
     ]
 
-    def evaluate() -> Any:
+    def evaluate() -> PyTree:
         nonlocal counts
         counts, _ = call(state.params, state.stats, *batch, counts)
         return counts
@@ -86,7 +86,7 @@ def _make_program(recipe: Recipe, pod: Pod, options: Options, images: int, repea
     return resolve(recipe, pod, _get_counts(recipe), options)
 
 
-def _measure_calls(work: Callable[[], Any], steps: int, program: Program, repeats: int, start: float) -> JsonObject:
+def _measure_calls(work: Callable[[], PyTree], steps: int, program: Program, repeats: int, start: float) -> JsonObject:
     """Time calls of `work`, each of so many `steps`; `start` is when compiling started."""
     jax.block_until_ready(work())
     compile_s = time.perf_counter() - start
@@ -115,7 +115,7 @@ def _measure_calls(work: Callable[[], Any], steps: int, program: Program, repeat
     }
 
 
-def _measure_budget(state: Any, batch: tuple[Any, ...], program: Program) -> JsonObject:
+def _measure_budget(state: PyTree, batch: tuple[PyTree, ...], program: Program) -> JsonObject:
     """Measure where the time of an update goes; the machine's ceilings are measured first."""
     ceiling_rates = rates.measure_device(program.plan.pod)
     device = next(d for d in program.plan.pod.devices if d.process_index == jax.process_index())
@@ -123,7 +123,7 @@ def _measure_budget(state: Any, batch: tuple[Any, ...], program: Program) -> Jso
     state, _ = call(state, *batch)
     jax.block_until_ready(state)
 
-    def work() -> Any:
+    def work() -> PyTree:
         nonlocal state
         for _ in range(PROFILED_CALLS):
             state, _ = call(state, *batch)
@@ -143,7 +143,7 @@ def _get_counts(recipe: Recipe) -> Counts:
     return Counts(data.train_samples or 1_281_167, data.val_samples or 50_000, data.classes or 1000)
 
 
-def _make_batch(program: Program) -> tuple[Any, ...]:
+def _make_batch(program: Program) -> tuple[PyTree, ...]:
     """Return the arguments of one call: random images and labels on the devices, and the number of updates."""
     size, shape, sharding = (
         program.plan.recipe.data.image_size,

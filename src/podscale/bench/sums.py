@@ -5,12 +5,12 @@ send, 2(N-1)/N times as many, and is the same for all N where links are the limi
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
@@ -77,7 +77,7 @@ def measure_sums(
 
 
 def _measure_point(
-    pod: Pod, options: Options, links: probe.Probe, strategy: str, label: str, like: Any, repeats: int
+    pod: Pod, options: Options, links: probe.Probe, strategy: str, label: str, like: PyTree, repeats: int
 ) -> JsonObject:
     """Time one strategy on one payload and compare the sums with the expected value."""
     leaves, structure = jax.tree.flatten(like)
@@ -110,7 +110,7 @@ def _measure_point(
     }
 
 
-def _make_gradients(recipe: Recipe) -> Any:
+def _make_gradients(recipe: Recipe) -> PyTree:
     """Return the shapes of the gradients of the recipe's model."""
     data = recipe.data
     model = nnx.eval_shape(lambda: registry.build_model(recipe.model, data.classes or 1000, data.image_size))

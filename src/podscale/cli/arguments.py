@@ -5,7 +5,8 @@ JAX is imported only in `read_pod`, so that `--help` and mistakes in a command s
 
 import argparse
 import sys
-from typing import Any, TextIO, cast
+from collections.abc import Collection
+from typing import TYPE_CHECKING, TextIO, cast
 
 from podscale import recipe as recipes
 from podscale.cli.imports import import_user_code
@@ -13,6 +14,11 @@ from podscale.cli.safe_stream import SafeStream
 from podscale.config.fields import replace_fields
 from podscale.config.options import Options, PodOptions
 from podscale.recipe import SECTIONS, Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from podscale.pod import Pod
 
 
 def read_recipe(arguments: argparse.Namespace) -> Recipe:
@@ -26,7 +32,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
     return replace_fields(Options(), "plan", _collect_section(arguments, "plan"))
 
 
-def read_pod(arguments: argparse.Namespace) -> Any:
+def read_pod(arguments: argparse.Namespace) -> "Pod":
     """Join the other processes, if there are any, and return the pod (`--pod.*`)."""
     from podscale.processes import host
 
@@ -45,7 +51,7 @@ def read_pod(arguments: argparse.Namespace) -> Any:
     return found
 
 
-def collect_fields(arguments: argparse.Namespace, sections: Any) -> dict[str, str]:
+def collect_fields(arguments: argparse.Namespace, sections: Collection[str]) -> dict[str, str]:
     """Return the fields of these sections that the command line sets, as {"section.field": text}."""
     return {k: v for k, v in vars(arguments).items() if k.partition(".")[0] in sections and "." in k}
 
@@ -57,22 +63,22 @@ def _collect_section(arguments: argparse.Namespace, name: str) -> dict[str, str]
 # --- consoles ------------------------------------------------------------------------------------------------------
 
 
-def make_console(arguments: argparse.Namespace) -> Any:
+def make_console(arguments: argparse.Namespace) -> "Console":
     """Return the console for a command's result, which `--json` prints in another form."""
     return _make_console(sys.stdout, quiet=arguments.json, needs_reader=True)
 
 
-def make_log_console(arguments: argparse.Namespace) -> Any:
+def make_log_console(arguments: argparse.Namespace) -> "Console":
     """Return the console for the log of a long command: stdout, or stderr with `--json`."""
     return _make_console(sys.stderr if arguments.json else sys.stdout)
 
 
-def make_progress_console() -> Any:
+def make_progress_console() -> "Console":
     """Return the console for progress, which is no part of the result: stderr."""
     return _make_console(sys.stderr)
 
 
-def _make_console(stream: TextIO, quiet: bool = False, *, needs_reader: bool = False) -> Any:
+def _make_console(stream: TextIO, quiet: bool = False, *, needs_reader: bool = False) -> "Console":
     """Return a console on a stream, quiet in all processes but the main one."""
     from rich.console import Console
 

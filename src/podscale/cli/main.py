@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from podscale.cli import completion, endings
 from podscale.cli.arguments import is_main_process
@@ -58,7 +58,7 @@ def _forward_interrupts() -> None:
     """Raise a Ctrl-C again that Python drops because it arrives in a garbage collection, of which JAX has many."""
     default_hook = sys.unraisablehook
 
-    def handle(unraisable: Any) -> None:
+    def handle(unraisable: "sys.UnraisableHookArgs") -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             threading.Timer(0.01, _thread.interrupt_main).start()  # without the delay it would be dropped again
         else:

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from podscale import recipe as recipes
 from podscale.cli.result import Result
@@ -22,6 +22,9 @@ COMMON_FIELDS = "data.path model.name data.image_size batch.size train.epochs tr
 PLACEHOLDERS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
+Function: TypeAlias = Callable[[argparse.Namespace], Result]  # runs a command
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises UserError instead of ending the process.
 
@@ -32,16 +35,19 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False, formatter_class=_Formatter)
-        self.commands: Any = None
+        self.commands: Commands | None = None
         self.fields: dict[str, argparse.Action] = {}
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists all options)")
 
-    def add_commands(self, metavar: str) -> Any:
+    def add_commands(self, metavar: str) -> "Commands":
         """Return the object that subcommands are added to."""
         self.commands = self.add_subparsers(metavar=metavar, parser_class=Parser, title="commands")
         return self.commands
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -51,9 +57,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=30, **settings)
 
 
-def add_command(
-    commands: Any, name: str, function: Callable[[argparse.Namespace], Result], text: str, **more: str
-) -> Any:
+def add_command(commands: "Commands", name: str, function: Function, text: str, **more: str) -> "Parser":
     """Add a command that `function` runs, with `--json`; return its parser.
 
     Args:
@@ -73,6 +77,16 @@ def add_command(
     parser.set_defaults(function=function)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
     return parser
+
+
+def make_help_function(parser: Parser) -> Function:
+    """Return the function of a command that was given without its subcommand."""
+
+    def run(_: argparse.Namespace) -> Result:
+        parser.print_help()
+        return Result()
+
+    return run
 
 
 def expand_path(text: str) -> str:
@@ -157,7 +171,7 @@ def add_fields(parser: Parser, sections: Iterable[tuple[str, type]]) -> None:
                 _add_default(option, field.default)
 
 
-def _describe_values(dotted: str, kind: Any) -> str:
+def _describe_values(dotted: str, kind: type) -> str:
     """Return the placeholder of an option: its choices, or a letter for a number."""
     if typing.get_origin(kind) is Literal:
         return "|".join([*map(str, typing.get_args(kind)), *fields.ADDED_CHOICES.get(dotted, ())])
@@ -189,7 +203,7 @@ def show_recipe_defaults(parser: Parser, argv: list[str]) -> None:
                 _add_default(option, value)
 
 
-def _add_default(option: argparse.Action, value: Any) -> None:
+def _add_default(option: argparse.Action, value: object) -> None:
     if value not in ("", (), []):
         text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         text = text.lower() if isinstance(value, bool) else text

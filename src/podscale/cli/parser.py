@@ -4,7 +4,6 @@ Options that several commands share are in `podscale.cli.options`.
 """
 
 import argparse
-from typing import Any
 
 from podscale.cli import completion
 from podscale.cli.commands import bench as bench_commands
@@ -15,6 +14,7 @@ from podscale.cli.commands import report as report_commands
 from podscale.cli.commands import study as study_commands
 from podscale.cli.commands import train as train_commands
 from podscale.cli.options import (
+    Commands,
     Parser,
     add_checkpoint_option,
     add_command,
@@ -26,9 +26,9 @@ from podscale.cli.options import (
     add_run_options,
     add_source_option,
     expand_path,
+    make_help_function,
     show_recipe_defaults,
 )
-from podscale.cli.result import Result
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.recipe import SECTIONS
@@ -91,7 +91,7 @@ def make_parser() -> Parser:
         description="Train image classifiers at supercomputer scale, and on one machine, with the same recipe.",
         epilog="example: podscale train digits --pod.virtual 2x2",
     )
-    parser.set_defaults(json=False, function=_print_help(parser))
+    parser.set_defaults(json=False, function=make_help_function(parser))
     parser.add_argument("--version", action="version", version=f"podscale {_read_version()}", help="print the version")
     commands = parser.add_commands("COMMAND")
     _add_train(commands)
@@ -113,16 +113,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def _print_help(parser: Parser) -> Any:
-    """Return the function of a command that was given without its subcommand."""
-
-    def run(_: argparse.Namespace) -> Result:
-        parser.print_help()
-        return Result()
-
-    return run
-
-
 def _read_version() -> str:
     from importlib import metadata
 
@@ -135,7 +125,7 @@ def _read_version() -> str:
 # --- training and inference ----------------------------------------------------------------------------------------
 
 
-def _add_train(commands: Any) -> None:
+def _add_train(commands: Commands) -> None:
     text, example = "train a recipe, or resume its run", "train imagefolder --data.path PHOTOS"
     train = add_command(commands, "train", train_commands.run_train, text, example=example, arguments="[RECIPE]")
     text = "initial weights: a run's folder, .safetensors, a torch .pth or hub:OWNER/NAME; same as --model.init"
@@ -155,7 +145,7 @@ def _add_train(commands: Any) -> None:
     add_recipe_options(train, "digits")
 
 
-def _add_launch(commands: Any) -> None:
+def _add_launch(commands: Commands) -> None:
     text, example = "run a command as several processes on this machine", "launch -n 4 --restarts 3 train digits"
     launch = commands.add_parser(
         "launch",
@@ -173,7 +163,7 @@ def _add_launch(commands: Any) -> None:
     launch.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as train digits")
 
 
-def _add_eval(commands: Any) -> None:
+def _add_eval(commands: Commands) -> None:
     text = "evaluate a run's checkpoint on all validation images"
     evaluate = add_command(commands, "eval", inference_commands.run_eval, text, example="eval --run runs/mine")
     add_run_options(evaluate)
@@ -181,7 +171,7 @@ def _add_eval(commands: Any) -> None:
     add_machine_options(evaluate)
 
 
-def _add_predict(commands: Any) -> None:
+def _add_predict(commands: Commands) -> None:
     text, example = "classify images", "predict cat.jpg PHOTOS --run runs/mine"
     predict = add_command(
         commands, "predict", inference_commands.run_predict, text, example=example, arguments="IMAGE..."
@@ -191,7 +181,7 @@ def _add_predict(commands: Any) -> None:
     add_run_options(predict)
 
 
-def _add_export(commands: Any) -> None:
+def _add_export(commands: Commands) -> None:
     text, example = "write a run's model to a file for other programs", "export runs/mine --to mine.onnx"
     export = add_command(
         commands, "export", inference_commands.run_export, text, example=example, arguments="[RUN] --to FILE"
@@ -209,7 +199,7 @@ def _add_export(commands: Any) -> None:
 # --- inspection ----------------------------------------------------------------------------------------------------
 
 
-def _add_report(commands: Any) -> None:
+def _add_report(commands: Commands) -> None:
     text = "write a run's report, or compare several runs on one page"
     example = "report runs/one runs/other --to comparison.html"
     report = add_command(commands, "report", report_commands.run_report, text, example=example, arguments="[RUN...]")
@@ -219,7 +209,7 @@ def _add_report(commands: Any) -> None:
     report.add_argument("--to", default="", metavar="FILE.html", type=expand_path, help=text)
 
 
-def _add_watch(commands: Any) -> None:
+def _add_watch(commands: Commands) -> None:
     text, example = "serve a run's report on this machine and refresh it while the run goes on", "watch runs/mine"
     watch = add_command(commands, "watch", report_commands.run_watch, text, example=example, arguments="[RUN]")
     text = "the run's folder (default: the newest one under runs/)"
@@ -227,7 +217,7 @@ def _add_watch(commands: Any) -> None:
     watch.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
 
 
-def _add_doctor(commands: Any) -> None:
+def _add_doctor(commands: Commands) -> None:
     text = "measure this machine in under a minute, and name what will limit a run"
     doctor = add_command(commands, "doctor", bench_commands.run_doctor, text, example="doctor --path /data")
     text = "folder on the disk to measure; nothing is left in it (default: the current folder)"
@@ -235,7 +225,7 @@ def _add_doctor(commands: Any) -> None:
     add_machine_options(doctor)
 
 
-def _add_completion(commands: Any) -> None:
+def _add_completion(commands: Commands) -> None:
     text, example = "print a shell's completion script", "completion bash >> ~/.bashrc"
     run = report_commands.run_completion
     shell = add_command(commands, "completion", run, text, example=example, arguments="bash|zsh|fish")
@@ -245,7 +235,7 @@ def _add_completion(commands: Any) -> None:
 # --- planning and studies ------------------------------------------------------------------------------------------
 
 
-def _add_plan(commands: Any) -> None:
+def _add_plan(commands: Commands) -> None:
     text, example = "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
     plan = add_command(commands, "plan", plan_commands.run_plan, text, example=example, arguments="[RECIPE]")
     text = "a pod that need not exist, such as v3:32x32"
@@ -259,7 +249,7 @@ def _add_plan(commands: Any) -> None:
     add_recipe_options(plan, "digits")
 
 
-def _add_rehearse(commands: Any) -> None:
+def _add_rehearse(commands: Commands) -> None:
     text = "go through a whole training without computing it"
     example = "rehearse resnet50-imagenet-32k --data.path IMAGENET"
     run = plan_commands.run_rehearse
@@ -269,7 +259,7 @@ def _add_rehearse(commands: Any) -> None:
     add_recipe_options(rehearse, "digits")
 
 
-def _add_study(commands: Any) -> None:
+def _add_study(commands: Commands) -> None:
     text = "train a grid of recipes and seeds, and compare them"
     example = "study studies/digits-batch.toml --seeds 0,1,2"
     study = add_command(commands, "study", study_commands.run_study, text, example=example, arguments="STUDY.toml")
@@ -291,17 +281,17 @@ def _parse_numbers(text: str) -> list[int]:
 # --- benchmarks ----------------------------------------------------------------------------------------------------
 
 
-def _add_bench(commands: Any) -> None:
+def _add_bench(commands: Commands) -> None:
     text, example = "measure this machine", "example: podscale bench step --images 256"
     bench = commands.add_parser("bench", help=text, description=text.capitalize() + ".", epilog=example)
-    bench.set_defaults(function=_print_help(bench), json=False)
+    bench.set_defaults(function=make_help_function(bench), json=False)
     benchmarks = bench.add_commands("WHAT")
     _add_bench_step(benchmarks)
     _add_bench_input(benchmarks)
     _add_bench_sum(benchmarks)
 
 
-def _add_bench_step(benchmarks: Any) -> None:
+def _add_bench_step(benchmarks: Commands) -> None:
     text, example = "time the training step on synthetic data", "bench step --images 256"
     run = bench_commands.run_bench_step
     step = add_command(benchmarks, "step", run, text, example=example, arguments="[RECIPE]")
@@ -312,7 +302,7 @@ def _add_bench_step(benchmarks: Any) -> None:
     add_recipe_options(step, "resnet50-imagenet-4k")
 
 
-def _add_bench_input(benchmarks: Any) -> None:
+def _add_bench_input(benchmarks: Commands) -> None:
     text, example = (
         "measure images/s from files to the devices, by stage",
         "bench input --data.path IMAGENET --feed 7000",
@@ -326,7 +316,7 @@ def _add_bench_input(benchmarks: Any) -> None:
     add_recipe_options(source, "resnet50-imagenet-4k")
 
 
-def _add_bench_sum(benchmarks: Any) -> None:
+def _add_bench_sum(benchmarks: Commands) -> None:
     text = "time gradient summation by strategy and payload, beside the predicted time"
     example, run = "bench sum --pod.virtual 2x2 --bytes 64,1000000", bench_commands.run_bench_sum
     total = add_command(benchmarks, "sum", run, text, example=example, arguments="[RECIPE]")
@@ -341,10 +331,10 @@ def _add_bench_sum(benchmarks: Any) -> None:
 # --- data sets -----------------------------------------------------------------------------------------------------
 
 
-def _add_data(commands: Any) -> None:
+def _add_data(commands: Commands) -> None:
     text, example = "inspect, check or prepare a data set", "example: podscale data prepare PHOTOS PREPARED"
     data = commands.add_parser("data", help=text, description=text.capitalize() + ".", epilog=example)
-    data.set_defaults(function=_print_help(data), json=False)
+    data.set_defaults(function=make_help_function(data), json=False)
     tools = data.add_commands("WHAT")
     _add_data_index(tools)
     _add_data_show(tools)
@@ -352,7 +342,7 @@ def _add_data(commands: Any) -> None:
     _add_data_prepare(tools)
 
 
-def _add_data_index(tools: Any) -> None:
+def _add_data_index(tools: Commands) -> None:
     text = "list a data set's classes, counts and sizes, and store its index"
     run = data_commands.run_index
     index = add_command(tools, "index", run, text, example="data index PHOTOS", arguments="PATH")
@@ -361,7 +351,7 @@ def _add_data_index(tools: Any) -> None:
     add_source_option(index, ("npz", "cifar", "mnist"))
 
 
-def _add_data_show(tools: Any) -> None:
+def _add_data_show(tools: Commands) -> None:
     text = "write a sheet of images as the model sees them in training, augmented"
     example = "data show imagefolder --data.path PHOTOS --to samples.png"
     show = add_command(tools, "show", data_commands.run_show, text, example=example, arguments="[RECIPE]")
@@ -375,7 +365,7 @@ def _add_data_show(tools: Any) -> None:
     add_fields(show, SECTIONS.items())
 
 
-def _add_data_check(tools: Any) -> None:
+def _add_data_check(tools: Commands) -> None:
     text = "decode every image and list broken files, duplicates and leaks; exit code 1 if there are any"
     run = data_commands.run_check
     check = add_command(tools, "check", run, text, example="data check PHOTOS", arguments="PATH")
@@ -383,7 +373,7 @@ def _add_data_check(tools: Any) -> None:
     add_source_option(check)
 
 
-def _add_data_prepare(tools: Any) -> None:
+def _add_data_prepare(tools: Commands) -> None:
     text = "rewrite a data set so that training reads it faster; lossless by default"
     example, run = "data prepare PHOTOS PREPARED --longest 400", data_commands.run_prepare
     prepare = add_command(tools, "prepare", run, text, example=example, arguments="SRC DST")

@@ -1,7 +1,6 @@
 """Result: what a command gives back to the command line."""
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Result:
     (0, 2)
     """
 
-    value: Any = None
+    value: object = None
     message: str = ""
     code: int = -1
 

@@ -9,6 +9,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -49,7 +50,7 @@ class SafeStream:
         self._patience_s = PATIENCE_S if ready else 0.0
         return ready
 
-    def _attempt(self, work: Any, *arguments: Any) -> None:
+    def _attempt(self, work: Callable[..., object], *arguments: object) -> None:
         try:
             work(*arguments)
         except OSError as error:

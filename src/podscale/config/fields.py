@@ -7,6 +7,7 @@ functions here, so the same mistake gets the same message wherever it is made.
 import dataclasses
 import tomllib
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from podscale.config.suggestions import suggest_names
@@ -21,7 +22,7 @@ def document_field(default: Any, doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
-def replace_fields(section: T, name: str, values: dict[str, Any]) -> T:
+def replace_fields(section: T, name: str, values: Mapping[str, object]) -> T:
     """Return a copy of a dataclass with some fields set.
 
     Args:
@@ -109,12 +110,12 @@ def _parse_text(where: str, text: str, kind: Any) -> Any:
         raise UserError(f"{where} must be {_describe_kind(kind)}, not {text!r}") from None
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     try:
         return repr(value)
     except ValueError:  # Python does not print the longest numbers
         return "a number of so many digits"
 
 
-def _describe_kind(kind: Any) -> str:
+def _describe_kind(kind: type) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

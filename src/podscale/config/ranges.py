@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from podscale.errors import UserError
 
@@ -34,7 +33,7 @@ _AT_LEAST_ZERO = (
 ).split()
 
 
-def check_ranges(recipe: Any) -> None:
+def check_ranges(recipe: object) -> None:
     """Refuse a recipe with a value out of range.
 
     Raises:

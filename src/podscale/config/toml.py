@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from typing import Any
 
 from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
@@ -35,7 +34,7 @@ def parse_toml(text: str, title: str) -> JsonObject:
         raise UserError(f"{title} is not valid TOML: {error}") from None
 
 
-def format_toml(value: Any) -> str:
+def format_toml(value: object) -> str:
     """Return a plain value as TOML.
 
     >>> format_toml([1, "a"])

@@ -1,7 +1,5 @@
 """Blocks: the parts of a global array that this process has devices for, and their transfer to these devices."""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -43,7 +41,7 @@ class Blocks:
         self.starts = sorted(set(start_of.values()))
         self.devices = [(device, self.starts.index(start)) for device, start in start_of.items()]
 
-    def assemble(self, blocks: NDArray[Any], staging: Staging | None = None) -> jax.Array:
+    def assemble(self, blocks: NDArray, staging: Staging | None = None) -> jax.Array:
         """Return the global array with blocks[k] at starts[k].
 
         The caller must not write to `blocks` afterwards; with `staging`, their memory is reused after the transfer.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -85,7 +85,7 @@ class ImageFiles:
 
     names: Sequence[str]
     recipe: Recipe
-    device: Any
+    device: jax.Device
     problems: dict[int, str] = field(default_factory=dict)
 
     @property

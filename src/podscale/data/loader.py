@@ -8,7 +8,6 @@ yields the same global batch.
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -155,7 +154,7 @@ class _TrainMaker:
     input: Input = HOST_FED
 
     @property
-    def device(self) -> Any:
+    def device(self) -> jax.Device:
         return self.blocks.devices[0][0]
 
     def get_samples(self, steps: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -256,7 +255,7 @@ class _EvalMaker:
     bad_images: BadImages
 
     @property
-    def device(self) -> Any:
+    def device(self) -> jax.Device:
         return self.blocks.devices[0][0]
 
     def list_samples(self, first: int) -> NDArray[np.int64]:

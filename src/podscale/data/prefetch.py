@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -42,7 +42,10 @@ class Batch:
     count: int
 
 
-class BatchMaker(Protocol):
+Request_contra = TypeVar("Request_contra", contravariant=True)
+
+
+class BatchMaker(Protocol[Request_contra]):
     """Makes the batches of a list of requests. A request is a range of steps, or the number of a first example."""
 
     @property
@@ -50,13 +53,13 @@ class BatchMaker(Protocol):
     @property
     def bad_images(self) -> BadImages: ...
     @property
-    def device(self) -> Any:
+    def device(self) -> jax.Device:
         """One of the devices that the batches are transferred to."""
 
-    def list_samples(self, request: Any, /) -> NDArray[np.int64]:
+    def list_samples(self, request: Request_contra, /) -> NDArray[np.int64]:
         """Return the samples that a request needs."""
 
-    def make(self, request: Any, pool: Executor, staging: Staging, /) -> Batch:
+    def make(self, request: Request_contra, pool: Executor, staging: Staging, /) -> Batch:
         """Make the batch of a request."""
 
 
@@ -117,7 +120,7 @@ class _BatchQueue:
             return error
 
 
-def _produce(queue: _BatchQueue, requests: Sequence[Any], maker: BatchMaker) -> None:
+def _produce(queue: _BatchQueue, requests: Sequence[Request_contra], maker: BatchMaker[Request_contra]) -> None:
     """Make batches, two at once: while one's last images are decoded, the next keeps the other threads busy."""
     staging = Staging(maker.device)
     executor = ThreadPoolExecutor(CONCURRENT_BATCHES, "podscale-batch")
@@ -163,7 +166,9 @@ class Batches:
         bad_images: unreadable images so far.
     """
 
-    def __init__(self, requests: Sequence[Any], maker: BatchMaker, threads: int | None, depth: int) -> None:
+    def __init__(
+        self, requests: Sequence[Request_contra], maker: BatchMaker[Request_contra], threads: int | None, depth: int
+    ) -> None:
         self.wait_s = 0.0
         self.bad_images = maker.bad_images
         self._queue = _BatchQueue(depth, ThreadPoolExecutor(threads or count_usable_cores(), "podscale-decode"))

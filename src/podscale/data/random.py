@@ -10,7 +10,6 @@ built on it uses only exactly rounded operations (add, multiply, divide, square 
 """
 
 import enum
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -82,8 +81,7 @@ def draw_uniform(seed: int, stream: Stream, *counters: ArrayLike) -> NDArray[np.
     >>> draw_uniform(0, Stream.CROP, 3, [7, 8, 9], 0).shape
     (3, 4)
     """
-    numbers: NDArray[Any] = draw_uint32(seed, stream, *counters) * 2.0**-32
-    return numbers
+    return draw_uint32(seed, stream, *counters) * np.float64(2.0**-32)
 
 
 def draw_permutation(seed: int, stream: Stream, n: int, *counters: int) -> NDArray[np.int32]:

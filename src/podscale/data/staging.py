@@ -24,7 +24,7 @@ class Staging:
         device: one of the devices that the batches are transferred to.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: jax.Device) -> None:
         self._client = device.client
         self._can_reuse, self._is_pinned = device.platform != "cpu", device.platform == "gpu"
         self._free: dict[int, list[NDArray[np.uint8]]] = {}  # by size

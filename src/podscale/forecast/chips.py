@@ -4,8 +4,8 @@ import functools
 import tomllib
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
 
+from podscale.config.json_types import JsonObject
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 
@@ -33,7 +33,7 @@ class Chip:
     curve: str = ""
     rate: float = 0.0
     rate_images: int = 0
-    target: dict[str, Any] = field(default_factory=dict, hash=False)
+    target: JsonObject = field(default_factory=dict, hash=False)
 
     @property
     def is_torus(self) -> bool:
@@ -74,7 +74,7 @@ def get_chip(kind: str) -> Chip:
     return row
 
 
-def read_tables(package: str, name: str) -> dict[str, Any]:
+def read_tables(package: str, name: str) -> JsonObject:
     """Read a TOML data file that ships with a package."""
     return tomllib.loads(resources.files(package).joinpath(name).read_text())
 
@@ -94,7 +94,7 @@ def _load_chips() -> dict[str, Chip]:
     return {kind: _make_chip(kind, fields) for kind, fields in read_tables(__package__, "chips.toml").items()}
 
 
-def _make_chip(kind: str, fields: dict[str, Any]) -> Chip:
+def _make_chip(kind: str, fields: JsonObject) -> Chip:
     clock = fields.pop("clock_hz", 1.0)
     curve = {images: count / clock for images, count in fields.pop("cycles", {}).items()} or fields.pop("seconds", {})
     points = sorted((int(images), float(seconds)) for images, seconds in curve.items())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from podscale.config.json_types import JsonObject
 from podscale.forecast import network
@@ -30,6 +31,7 @@ from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, VISIT_ALL_CHIP
 from podscale.pod import ALL_AXES, CORE, Pod
 
 SMALL_BYTES, LARGE_BYTES = 64, 256 << 10  # bytes of the messages
+Arrays: TypeAlias = PyTree  # an array, or one for each ring
 SUM_BYTES = 1 << 20  # of the compiler's sum, which may use another algorithm for small sums than for large ones
 ON_CHIP_BYTES = 4 << 20  # between the cores of a chip, where latency dominates smaller messages
 SMALL_HOPS, LARGE_HOPS = 8, 2  # in sequence, so that different start times of the processes matter less
@@ -113,13 +115,13 @@ def measure_links(pod: Pod) -> Probe:
     return Probe(pod.rows, pod.cols, **costs)
 
 
-def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], Any]:
+def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], Arrays]:
     """Return a function that sends a message of `x` along each of the routes, for a number of hops.
 
     The cores of a chip share the message.
     """
 
-    def body(x: jax.Array, hops: int) -> Any:
+    def body(x: jax.Array, hops: int) -> list[jax.Array]:
         rings = [ring for (ring,) in lay_rings([(way,) for way in ways], cores)]
         share = -(-x.size * len(ways) // (len(rings) * cores))
         xs = [x[:share] for _ in rings]
@@ -130,7 +132,7 @@ def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], 
     return body
 
 
-def _repeat(body: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, int], Any]:
+def _repeat(body: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, int], Arrays]:
     """Return a function that applies `body` repeatedly, each time to the previous result so that none is skipped."""
 
     def run(x: jax.Array, times: int) -> jax.Array:
@@ -146,15 +148,15 @@ def _sum_over_cores(x: jax.Array) -> jax.Array:
     return lax.all_gather(lax.psum_scatter(padded, CORE, tiled=True), CORE, tiled=True)[: x.size]
 
 
-def _fit_cost(mesh: Mesh, body: Callable[[jax.Array, int], Any], large: int = LARGE_BYTES) -> LinearCost:
+def _fit_cost(mesh: Mesh, body: Callable[[jax.Array, int], Arrays], large: int = LARGE_BYTES) -> LinearCost:
     hop_s = time_on_mesh(mesh, lambda x: body(x, SMALL_HOPS), SMALL_BYTES)[0] / SMALL_HOPS
     large_s = time_on_mesh(mesh, lambda x: body(x, LARGE_HOPS), large)[0] / LARGE_HOPS
     return LinearCost(hop_s, large / max(large_s - hop_s, 0.01 * large_s))
 
 
 def time_on_mesh(
-    mesh: Mesh, body: Callable[[jax.Array], Any], size: int, repeats: int = REPEATS, limit_s: float = math.inf
-) -> tuple[float, Any]:
+    mesh: Mesh, body: Callable[[jax.Array], Arrays], size: int, repeats: int = REPEATS, limit_s: float = math.inf
+) -> tuple[float, Arrays]:
     """Return the seconds that `body` takes on `size` bytes per device, by the main process's clock, and its result.
 
     The seconds are the median of `repeats` calls, or of as many as fit into `limit_s`, after one untimed call. All
@@ -163,13 +165,14 @@ def time_on_mesh(
     sharding = NamedSharding(mesh, P(ALL_AXES))
     shape = (mesh.size, max(1, size // 4))
 
-    def make_numbers(index: Any) -> Any:
+    def make_numbers(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         first, last, _ = index[0].indices(mesh.size)
         return np.broadcast_to(np.arange(first + 1, last + 1, dtype=np.float32)[:, None], (last - first, shape[1]))
 
     x = jax.make_array_from_callback(shape, sharding, make_numbers)
 
-    def call(x: jax.Array) -> Any:
+    def call(x: jax.Array) -> Arrays:
         return jax.tree.map(lambda y: y[None], body(x[0]))
 
     program = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P(ALL_AXES), out_specs=P(ALL_AXES), check_vma=False))

@@ -15,7 +15,6 @@ The layers are in one list, as in `resnet`, which provides the convolutions.
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -324,7 +323,7 @@ class CifarNet(nnx.Module):
             x = layer(x)
         return x
 
-    def fit_parameters(self, images: jax.Array | NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+    def fit_parameters(self, images: jax.Array | NDArray[np.float32]) -> dict[str, NDArray]:
         """Return the parameters that follow from training images, by name: the whitening filters."""
         return {"layers.0.kernel": compute_whitening_kernel(images)}
 

@@ -4,14 +4,16 @@ Some of its layers may be frozen: training changes neither their parameters nor 
 batch norms normalize by those statistics, as in evaluation.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
 
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
@@ -21,7 +23,7 @@ from podscale.models.random_layers import KeySource, RandomLayer, name_random_la
 from podscale.models.resnet import ResNet
 from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, replace_batch_norms
 
-Tree = Any  # nested dicts of arrays
+Tree: TypeAlias = PyTree  # nested dicts of arrays
 BODY = "body"  # all layers but the head
 
 
@@ -38,9 +40,9 @@ class FunctionalModel:
         is_random: whether the model has random layers, which need keys in training.
     """
 
-    graph: Any
-    _params: Any  # nnx.State of shapes, which gives arrays their places
-    _stats: Any
+    graph: nnx.GraphDef
+    _params: nnx.State  # of shapes; it gives arrays their places
+    _stats: nnx.State
     head: str = ""
     freeze: tuple[str, ...] = ()
     stem: str = ""
@@ -94,7 +96,7 @@ class FunctionalModel:
         """Return the flax module with shapes instead of arrays."""
         return nnx.merge(self.graph, self._params, self._stats)
 
-    def replace_parameters(self, params: Tree, arrays: dict[str, Any]) -> Tree:
+    def replace_parameters(self, params: Tree, arrays: Mapping[str, jax.Array | np.ndarray]) -> Tree:
         """Return the parameters with some of them replaced, by names such as `layers.0.kernel`.
 
         Raises:
@@ -150,7 +152,7 @@ class FunctionalModel:
         if not self.freeze:
             return optimizer
 
-        def update(gradients: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        def update(gradients: Tree, state: optax.OptState, params: Tree = None) -> tuple[Tree, optax.OptState]:
             return optimizer.update(gradients, state, self.split(params)[0])
 
         return optax.GradientTransformation(lambda params: optimizer.init(self.split(params)[0]), update)
@@ -186,7 +188,7 @@ def make_functional(model: nnx.Module, freeze: tuple[str, ...] = ()) -> tuple[Fu
     return net, arrays, nnx.to_pure_dict(stats)
 
 
-def join_path(path: Iterable[Any]) -> str:
+def join_path(path: Iterable[object]) -> str:
     """Return a path in a model as a name: `layers.0.conv.kernel`."""
     return ".".join(map(str, path))
 
@@ -227,6 +229,6 @@ def _check_freeze(net: FunctionalModel, names: list[str]) -> None:
         raise UserError("model.freeze leaves nothing to learn; leave out a layer, such as the head")
 
 
-def _fill(state: Any, tree: Tree) -> Any:
+def _fill(state: nnx.State, tree: Tree) -> nnx.State:
     """Return an nnx.State like `state` with the arrays of `tree`."""
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))

@@ -61,13 +61,14 @@ class FusedChain:
 
     def apply_block(self, block: Any, pending: Pending) -> Pending:
         """Return a block's last convolution and its shortcut, both still to be normalized and added."""
-        block_input: Any = None
+        block_input: jax.Array | None = None
         for conv, norm in list_convolutions(block):
             y, raw = self.convolve(
                 conv, pending, keep_input=block_input is None, output_sums=not norm.use_running_average
             )
             block_input = y if block_input is None else block_input
             pending = Pending(raw, self.compute_affine(norm, raw))
+        assert block_input is not None  # a block has convolutions
         if block.shortcut is None:
             return pending._replace(shortcut=block_input)
         norm = block.shortcut.norm
@@ -76,7 +77,7 @@ class FusedChain:
 
     def convolve(
         self, conv: Conv, pending: Pending, *, keep_input: bool = False, output_sums: bool = True
-    ) -> tuple[Any, RawOutput]:
+    ) -> tuple[jax.Array, RawOutput]:
         """Return the rectified input and its raw convolution."""
         kernel = conv.kernel[...]
         spec = self.make_spec(

@@ -7,20 +7,20 @@ values. `normal` and `uniform` return functions of (key, shape, dtype), as flax'
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
-Initializer = Callable[[jax.Array, Any, Any], jax.Array]
+Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 # Compiling a sampler takes a third of a second for every shape; in whole chunks a few shapes serve all layers.
 _CHUNK = 2**18
 
 
-def select_param_dtype(precision: str) -> Any:
+def select_param_dtype(precision: str) -> type:
     """Return the dtype of parameters: float64 where the computation is in float64, else float32."""
     return jnp.float64 if precision == "float64" else jnp.float32
 
@@ -50,17 +50,19 @@ def he_fan_out(size: int, outputs: int) -> Initializer:
     return normal(math.sqrt(2 / (size * size * outputs)))
 
 
-def _sample_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _sample_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     return jax.random.uniform(key, shape, dtype, -1, 1)
 
 
-def _initialize(sampler: Any, scale: float, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _initialize(
+    sampler: Initializer, scale: float, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
+) -> jax.Array:
     chunks = -(-math.prod(shape) // _CHUNK)
     return _scale(_sample(sampler, key, chunks), tuple(shape), scale).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _sample(sampler: Any, key: jax.Array, chunks: int) -> jax.Array:
+def _sample(sampler: Initializer, key: jax.Array, chunks: int) -> jax.Array:
     return lax.map(lambda key: sampler(key, (_CHUNK,), jnp.float32), jax.random.split(key, chunks)).ravel()
 
 

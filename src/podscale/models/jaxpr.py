@@ -15,5 +15,5 @@ def iterate_equations(jaxpr: Any) -> Iterator[Any]:
                 yield from iterate_equations(getattr(value, "jaxpr", value))
 
 
-def _is_program(value: Any) -> bool:
+def _is_program(value: object) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")

@@ -1,9 +1,10 @@
 """Layers that several networks share. Their parameters are named as in flax: kernel, bias, scale."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from podscale.models.initializers import Initializer, select_param_dtype
@@ -13,8 +14,8 @@ from podscale.models.resnet import space_to_depth
 class Types(NamedTuple):
     """The dtype of the computation, and that of parameters, statistics and logits."""
 
-    compute: Any
-    param: Any
+    compute: np.dtype
+    param: np.dtype
 
 
 def select_types(precision: str) -> Types:

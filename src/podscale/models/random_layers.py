@@ -7,8 +7,7 @@ in float32 whatever the precision.
 
 import math
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +116,7 @@ def spread_rates(rate: float, depth: int) -> list[float]:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def name_random_layers(model: nnx.Module, join_path: Callable[[Any], str]) -> bool:
+def name_random_layers(model: nnx.Module, join_path: Callable[[Iterable[object]], str]) -> bool:
     """Set the path of every random layer of a model; return whether it has any."""
     layers = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, RandomLayer)]
     for path, module in layers:

@@ -1,13 +1,12 @@
 """Apply layers with or without keeping what they compute for the backward pass."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 from flax import nnx
 
 
-def apply_layers(layers: Iterable[Any], x: jax.Array, remat: bool) -> jax.Array:
+def apply_layers(layers: Iterable[Callable[[jax.Array], jax.Array]], x: jax.Array, remat: bool) -> jax.Array:
     """Apply layers one after the other.
 
     With `remat`, the backward pass keeps the input of each alone and computes what is inside again (Chen et al. 2016,
@@ -19,5 +18,5 @@ def apply_layers(layers: Iterable[Any], x: jax.Array, remat: bool) -> jax.Array:
 
 
 @nnx.remat
-def _apply_with_remat(layer: Any, x: jax.Array) -> jax.Array:
+def _apply_with_remat(layer: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return layer(x)

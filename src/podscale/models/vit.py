@@ -107,7 +107,7 @@ def make_sincos_positions(grid: int, width: int) -> NDArray[np.float64]:
     return np.concatenate([function(angle) for angle in angles for function in (np.sin, np.cos)], axis=1)
 
 
-def resample_positions(positions: Any, tokens: int) -> jax.Array:
+def resample_positions(positions: jax.Array | NDArray, tokens: int) -> jax.Array:
     """Return learned positions for another number of tokens, by bicubic interpolation of the grid of patches.
 
     Args:

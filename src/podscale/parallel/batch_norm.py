@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from podscale.errors import UserError
@@ -84,7 +85,7 @@ class BatchNorm(nnx.Module):
         zero_scale: bool = False,
         scaled: bool = True,
         epsilon: float = 1e-5,
-        param_dtype: Any = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
     ) -> None:
         self.scale = nnx.Param((jnp.zeros if zero_scale else jnp.ones)(features, param_dtype)) if scaled else None
         self.bias = nnx.Param(jnp.zeros(features, param_dtype))

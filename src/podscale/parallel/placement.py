@@ -1,7 +1,6 @@
 """Place host arrays on the devices of a mesh, and gather them back."""
 
 import zlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,6 +34,6 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, replicated, lambda index: a[index]), arrays)
 
 
-def gather_to_host(array: Any) -> NDArray:
+def gather_to_host(array: jax.Array) -> NDArray:
     """Return a whole array, of which this process may hold only a part; every process must call this."""
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

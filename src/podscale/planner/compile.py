@@ -8,7 +8,6 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -63,7 +62,9 @@ def compile_plan(plan: Plan) -> CompilerReport:
     """
     start = time.perf_counter()
     program = _compile_program(replace(plan, pod=described_devices.describe_pod(plan.pod)))
-    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    memory, cost, text = program.memory_analysis(), program.cost_analysis() or {}, program.as_text()
+    if memory is None or text is None:
+        raise UserError(f"the compiler for {plan.pod.kind} does not say what a program needs")
     return CompilerReport(
         seconds=time.perf_counter() - start,
         argument_bytes=int(memory.argument_size_in_bytes),
@@ -72,14 +73,14 @@ def compile_plan(plan: Plan) -> CompilerReport:
         limit_bytes=plan.pod.memory_bytes,
         flops=float(cost.get("flops", 0.0)),
         accessed_bytes=float(cost.get("bytes accessed", 0.0)),
-        collectives=read_collectives(program.as_text(), plan.pod.size),
+        collectives=read_collectives(text, plan.pod.size),
     )
 
 
 # --- the program ---------------------------------------------------------------------------------------------------
 
 
-def _compile_program(plan: Plan) -> Any:
+def _compile_program(plan: Plan) -> jax.stages.Compiled:
     options = steps.make_compiler_options(plan) | described_devices.get_compiler_options(plan.pod)
     lowered = _lower_program(plan)
     try:

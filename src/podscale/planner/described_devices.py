@@ -7,10 +7,9 @@ With either installed, `jax.experimental.topologies` gives the devices of a whol
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -18,6 +17,7 @@ from jax.experimental import topologies
 from podscale.errors import UserError
 from podscale.forecast.chips import find_chip, get_chip
 from podscale.pod import THREE_DIMENSIONS, Pod, get_position
+from podscale.training.step import CompilerOptions
 
 FORECAST_ONLY = "the model of time answers alone"
 NO_LIBTPU = f"libtpu is not installed here (pip install 'podscale[tpu]'): {FORECAST_ONLY}"
@@ -75,12 +75,12 @@ def name_topology(pod: Pod) -> str:
     return f"{pod.kind}:{'x'.join(map(str, (x, y, *depth)))}"
 
 
-def get_compiler_options(pod: Pod) -> dict[str, Any]:
+def get_compiler_options(pod: Pod) -> CompilerOptions:
     """Return the compiler options for the pod: without a GPU no algorithm can be tried, so autotuning is off."""
     return {} if get_chip(pod.kind).is_torus else {"xla_gpu_autotune_level": "0"}
 
 
-def _describe_devices(pod: Pod) -> Any:
+def _describe_devices(pod: Pod) -> Sequence[jax.Device]:
     name = name_topology(pod)
     if get_chip(pod.kind).is_torus:
         config = {"chip_config_name": "megacore"} if pod.kind == "v4" else {}  # its two cores are one device

@@ -5,7 +5,6 @@ and erased by the function that the training step calls. The sheet shows the mod
 """
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,7 @@ def draw_sheet(pixels: NDArray[np.uint8], captions: list[str]) -> Image.Image:
     return sheet
 
 
-def _truncate_to_width(text: str, width: int, font: Any) -> str:
+def _truncate_to_width(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     while text and font.getlength(text) > width:
         text = text[:-1]
     return text

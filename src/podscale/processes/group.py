@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from podscale.errors import UserError, describe_os_error
 from podscale.processes import heartbeat, private_jax, schedulers
@@ -154,7 +155,7 @@ def broadcast_int(number: int) -> int:
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def broadcast_arrays(tree: Any) -> Any:
+def broadcast_arrays(tree: PyTree) -> PyTree:
     """Return the main process's arrays in all processes: the last bits of what each computes itself may differ."""
     return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 

@@ -16,7 +16,7 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -117,7 +117,7 @@ class Introduction:
 
         self._exchange(values, find_difference)
 
-    def _exchange(self, values: dict[str, str], find_problem: Any) -> dict[str, str]:
+    def _exchange(self, values: dict[str, str], find_problem: Callable[[list[dict[str, str]]], str]) -> dict[str, str]:
         """Publish this process's values, let the main process look for a problem, and return the main's values."""
         self._rounds += 1
         key, verdict = f"{VALUES}/{self._rounds}", f"{VERDICT}/{self._rounds}"

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from podscale.processes.group import get_key_value_store
 from podscale.processes.heartbeat import KeyMissingError
@@ -140,7 +141,7 @@ class StragglerMonitor:
             for thread in self._threads:
                 thread.join()
 
-    def record_call(self, input_wait_s: float, metrics: Any) -> None:
+    def record_call(self, input_wait_s: float, metrics: PyTree) -> None:
         """Record that a call of the compiled program was started.
 
         Args:
@@ -214,7 +215,7 @@ class StragglerMonitor:
 
 
 @jax.jit
-def _run_probe(array: Any) -> Any:
+def _run_probe(array: jax.Array) -> jax.Array:
     """Do a fixed amount of work on one device."""
     for _ in range(PROBE_LENGTH):
         array = jnp.tanh(array @ array)

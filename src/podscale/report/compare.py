@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
@@ -164,7 +163,7 @@ def _format_differences(names: list[str], values: list[dict[str, JsonObject]], s
     return render_table(("", *names), rows, f"differences of the {subject}")
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, list):
         return " x ".join(map(str, value)) or "none"
     return "none" if value in ("", None) else str(value)

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from string import Template
-from typing import Any
+
+from podscale.config.json_types import Json
 
 
-def render_document(template: str, scripts: Sequence[str], data: Any, *, name: str, **parts: str) -> str:
+def render_document(template: str, scripts: Sequence[str], data: Json, *, name: str, **parts: str) -> str:
     """Return a whole page.
 
     Args:
@@ -45,7 +46,7 @@ def _hash_source(source: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
 
 
-def embed_json(values: Any) -> str:
+def embed_json(values: Json) -> str:
     """Return JSON that is safe inside a script element: nothing in it can close the element or open another."""
     text = json.dumps(values, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -77,7 +78,7 @@ def render_cards(values: Iterable[tuple[str, str, str]]) -> str:
     )
 
 
-def round_number(value: Any) -> float | None:
+def round_number(value: Json) -> float | None:
     """Return a finite number with as many digits as a chart needs, or None."""
     return float(f"{value:.6g}") if isinstance(value, int | float) and math.isfinite(value) else None
 

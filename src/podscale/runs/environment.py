@@ -3,18 +3,22 @@
 import hashlib
 import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from podscale.config.json_types import JsonObject
 from podscale.processes.host import count_usable_cores, measure_usable_memory, read_processor_name
+
+if TYPE_CHECKING:
+    import jax
 
 SOURCES = (".py", ".toml", ".css", ".js", ".html")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "PODSCALE_DECODER")
 
 
-def describe_machine(devices: list[Any]) -> JsonObject:
+def describe_machine(devices: Sequence["jax.Device"]) -> JsonObject:
     """Return names and numbers of this machine; nothing that identifies its owner.
 
     Args:

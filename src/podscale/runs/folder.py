@@ -23,9 +23,8 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from podscale.config.json_types import JsonObject
+from podscale.config.json_types import Json, JsonObject
 from podscale.errors import UserError
 from podscale.recipe import Recipe, parse_recipe, parse_title, read_recipe_file
 from podscale.storage.files import describe_kind, read_json, read_lines, write_atomically
@@ -60,7 +59,7 @@ class Run:
     recipe: Recipe
 
     @classmethod
-    def default_folder(cls, recipe: Recipe, model: Any = None) -> Path:
+    def default_folder(cls, recipe: Recipe, model: object = None) -> Path:
         """Return the folder that a recipe is trained in by default: each recipe has its own, so the same one resumes.
 
         Args:
@@ -275,7 +274,7 @@ def _refuse_special_files(folder: Path) -> None:
             raise UserError(f"{path} is {describe_kind(path.stat().st_mode)}, not a file of a run; remove it")
 
 
-def _describe_change(before: Any, now: Any) -> str:
+def _describe_change(before: Json, now: Json) -> str:
     """Return what differs, as text; empty if nothing does, or if one of the two is not known."""
     if before is None or now is None or before == now:
         return ""
@@ -300,12 +299,12 @@ def _describe_differences(old: Recipe, new: Recipe) -> str:
     return "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
 
 
-def _is_location(field: str, old: Any, new: Any) -> bool:
+def _is_location(field: str, old: object, new: object) -> bool:
     """Return whether a field only says where something is; its content is compared elsewhere."""
     return field == "data.path" or bool(field == "model.init" and old and new)
 
 
-def _format_value(value: Any) -> Any:
+def _format_value(value: object) -> object:
     return "none" if value in ("", []) else value
 
 

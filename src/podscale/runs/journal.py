@@ -2,8 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from podscale.config.json_types import Json
 from podscale.storage.files import read_lines, to_json, write_atomically
 
 
@@ -27,7 +28,7 @@ class Journal:
         self._file: IO[bytes] = path.open("ab", buffering=0)
         self._unwritten = b""
 
-    def write(self, event: str, step: int, **values: Any) -> None:
+    def write(self, event: str, step: int, **values: Json) -> None:
         """Write one line.
 
         Raises:

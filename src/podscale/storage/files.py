@@ -83,7 +83,7 @@ def name_file(path: Path) -> Iterator[None]:
         raise
 
 
-def to_json(values: Any, indent: int | None = None) -> str:
+def to_json(values: object, indent: int | None = None) -> str:
     """Return standard JSON; a non-finite number, such as a diverged loss, becomes null.
 
     >>> to_json({"loss": float("nan"), "step": 1})
@@ -92,7 +92,7 @@ def to_json(values: Any, indent: int | None = None) -> str:
     return json.dumps(_replace_nonfinite(values), indent=indent, allow_nan=False)
 
 
-def _replace_nonfinite(value: Any) -> Any:
+def _replace_nonfinite(value: object) -> object:
     if isinstance(value, dict):
         return {k: _replace_nonfinite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -30,10 +30,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from podscale import recipe as recipes
-from podscale.config.json_types import JsonObject
+from podscale.config.json_types import Json, JsonObject
 from podscale.config.suggestions import suggest_names
 from podscale.config.toml import parse_toml
 from podscale.errors import UserError
@@ -130,7 +129,7 @@ def _load_recipe(path: Path, tables: JsonObject) -> Recipe:
     return recipes.load_recipe(beside if name.endswith(".toml") and beside.exists() else name)
 
 
-def _index_by_name(cases: Any) -> dict[str, JsonObject]:
+def _index_by_name(cases: Json) -> dict[str, JsonObject]:
     """Return the cases by name; a study without cases has one, which needs no name."""
     by_name: dict[str, JsonObject] = {}
     if not (isinstance(cases, list) and cases and all(isinstance(case, dict) for case in cases)):
@@ -150,14 +149,14 @@ class _Override:
     """Fields that have other values in one case (or in all: "") at these values of the grid."""
 
     case: str
-    grid: dict[str, list[Any]]
+    grid: dict[str, list[Json]]
     settings: JsonObject
 
     def applies_to(self, case: str, values: JsonObject) -> bool:
         return self.case in ("", case) and all(values[field] in some for field, some in self.grid.items())
 
 
-def _read_overrides(tables: Any, grid: dict[str, list[Any]], names: list[str]) -> list[_Override]:
+def _read_overrides(tables: Json, grid: dict[str, list[Json]], names: list[str]) -> list[_Override]:
     if not (isinstance(tables, list) and all(isinstance(table, dict) for table in tables)):
         raise UserError("what a study has `at` some values are tables, each started by [[at]]")
     overrides = []
@@ -179,20 +178,20 @@ def _read_overrides(tables: Any, grid: dict[str, list[Any]], names: list[str]) -
     return overrides
 
 
-def _check_values(field: str, values: Any) -> list[Any]:
+def _check_values(field: str, values: Json) -> list[Json]:
     if not isinstance(values, list) or not values:
         raise UserError(f"{field} in a study's grid is a list of values, not {values!r}")
     return values
 
 
-def _check_seeds(seeds: Any) -> tuple[int, ...]:
+def _check_seeds(seeds: Json) -> tuple[int, ...]:
     valid = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
     if not valid or len(set(seeds)) < len(seeds):
         raise UserError(f"a study's seeds are different whole numbers from 0 on, not {seeds!r}")
     return tuple(seeds)
 
 
-def flatten_fields(tables: Any, section: str) -> JsonObject:
+def flatten_fields(tables: Json, section: str) -> JsonObject:
     """Return tables by section and field, or fields by dotted name, as `{"section.field": value}`."""
     if not isinstance(tables, dict):
         raise UserError(f"{section} in a study is a table of recipe fields, not {tables!r}")
@@ -208,5 +207,5 @@ def flatten_fields(tables: Any, section: str) -> JsonObject:
     return fields
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: Json) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

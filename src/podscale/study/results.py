@@ -2,12 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from podscale.config.json_types import JsonObject
+from podscale.config.json_types import Json, JsonObject
 from podscale.report.svg import FAINT, INK, draw_dot, draw_line, draw_text, make_svg
 from podscale.study.grid import MEASURES, Study
+
+Scale = Callable[[Json], float]  # from a value to a coordinate
 
 SUMMARY_KEYS = (*MEASURES, "steps", "compile_s")
 COLUMNS = ["case", "mean", "deviation", "least", "most", "seeds"]
@@ -86,7 +87,7 @@ def draw_plot(study: Study, result: JsonObject) -> str:
     return make_svg(WIDTH, HEIGHT, marks)
 
 
-def _draw_error_bars(points: list[tuple[float, JsonObject]], y_of: Any, colour: str, joined: bool) -> list[str]:
+def _draw_error_bars(points: list[tuple[float, JsonObject]], y_of: Scale, colour: str, joined: bool) -> list[str]:
     marks = (
         [draw_line([(x, y_of(case["mean"])) for x, case in points], colour, 1.5)] if joined and len(points) > 1 else []
     )
@@ -118,7 +119,7 @@ def _group_into_series(cases: Sequence[JsonObject], axis: str) -> dict[str, list
     return series
 
 
-def _make_x_scale(places: Sequence[Any]) -> Any:
+def _make_x_scale(places: Sequence[Json]) -> Scale:
     """Return a function from a place on the axis to its x coordinate."""
     inner = LEFT + 30, RIGHT - 30
     numbers = all(type(place) in (int, float) for place in places)
@@ -130,7 +131,7 @@ def _make_x_scale(places: Sequence[Any]) -> Any:
     return lambda place: inner[0] + (scale(place) - low) / (high - low) * (inner[1] - inner[0])
 
 
-def _make_y_scale(cases: Sequence[JsonObject], measure: str) -> tuple[Any, list[tuple[float, str]]]:
+def _make_y_scale(cases: Sequence[JsonObject], measure: str) -> tuple[Scale, list[tuple[float, str]]]:
     """Return a function from a value to its y coordinate, and the ticks of the axis."""
     ends = [case["mean"] + sign * (case["deviation"] or 0.0) for case in cases for sign in (-1, 1)] or [0.0, 1.0]
     extent = max(ends) - min(ends) or abs(max(ends)) or 1.0

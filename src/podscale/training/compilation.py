@@ -1,6 +1,6 @@
 """Compile the training and evaluation steps, and cache the compiled programs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import PyTree
 
 from podscale import pod as pods
 from podscale.parallel import placement
@@ -17,8 +18,7 @@ from podscale.processes import heartbeat
 from podscale.runs.folder import Run
 from podscale.training import step as steps
 from podscale.training.program import Program
-
-CompilerOptions = dict[str, Any]
+from podscale.training.step import CompilerOptions
 
 
 def make_train_call(program: Program, *, takes_seed: bool = False) -> jax.stages.Wrapped:
@@ -54,7 +54,7 @@ def compile_train_step(program: Program, run: Run | None = None, options: Compil
     return call
 
 
-def compile_eval_step(program: Program, run: Run | None = None) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
+def compile_eval_step(program: Program, run: Run | None = None) -> tuple[jax.stages.Compiled, tuple[PyTree, ...]]:
     """Return the compiled evaluation of one batch (`plan.eval_images` per device), and its arguments as shapes."""
     size, count = program.plan.recipe.data.image_size, program.plan.eval_images * program.plan.pod.size
     sharding, state = pods.make_batch_sharding(program.mesh), program.describe_state()
@@ -66,7 +66,7 @@ def compile_eval_step(program: Program, run: Run | None = None) -> tuple[jax.sta
     return compile_program(lowered, program.plan, run), arguments
 
 
-def zeros_like(tree: Any) -> Any:
+def zeros_like(tree: PyTree) -> PyTree:
     """Return zeros of the same shapes, types and shardings; arrays may be abstract."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), tree)
 
@@ -102,7 +102,7 @@ def cache_programs_in(folder: Path) -> Iterator[None]:
         _set_cache(before)
 
 
-def _set_cache(settings: dict[str, Any]) -> None:
+def _set_cache(settings: Mapping[str, object]) -> None:
     compilation_cache.reset_cache()
     for name, value in settings.items():
         jax.config.update(name, value)

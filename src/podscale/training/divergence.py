@@ -14,10 +14,10 @@ import shutil
 from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from podscale.config.json_types import JsonObject
 from podscale.data.balance import make_order
@@ -86,7 +86,7 @@ def handle_divergence(error: DivergenceError, program: Program, run: Run, checkp
 # --- the bundle ------------------------------------------------------------------------------------------------------
 
 
-def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: Any, program: Program, run: Run) -> None:
+def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: PyTree, program: Program, run: Run) -> None:
     """Write a folder with what is needed to look into it: samples, statistics, recipe, and how to repeat it."""
     folder = run.folder / BUNDLE
     shutil.rmtree(folder, ignore_errors=True)
@@ -108,14 +108,14 @@ def _write_bundle(problem: str, steps: range, batches: np.ndarray, state: Any, p
     (folder / "README.txt").write_text(readme)
 
 
-def _summarize_arrays(tree: Any) -> dict[str, JsonObject]:
+def _summarize_arrays(tree: PyTree) -> dict[str, JsonObject]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): _summarize_array(leaf.addressable_data(0))
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 
-def _summarize_array(array: Any) -> JsonObject:
+def _summarize_array(array: jax.Array) -> JsonObject:
     """Return shape, number of non-finite values, and range and root mean square of the finite ones."""
     values = np.asarray(array, np.float64)
     finite = values[np.isfinite(values)]

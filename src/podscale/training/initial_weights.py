@@ -5,13 +5,14 @@ two of them have the same name. Only the head may have another size; it then kee
 where the source names its classes and they are others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 from podscale.models.functional import FunctionalModel, Tree, is_within
 from podscale.models.weights.files import read_labels, read_tensors
@@ -43,7 +44,7 @@ class InitialWeights(NamedTuple):
         taken = f"{self.loaded_arrays} arrays taken"
         return f"initialized from {self.source}: {taken}, the head randomly initialized ({names})"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return what `init.json` in the run's folder holds."""
         return {
             "source": self.source,
@@ -129,7 +130,7 @@ def read_weights(source: str) -> SourceWeights:
     return SourceWeights(tensors, tuple(run.classes()), digest_arrays(tensors))
 
 
-def _check_fits(tensors: dict[str, np.ndarray], arrays: dict[str, Any], head: str) -> None:
+def _check_fits(tensors: dict[str, np.ndarray], arrays: Mapping[str, jax.Array], head: str) -> None:
     """Raise a `UserError` at the first array outside the head that does not match."""
     for name, array in arrays.items():
         if _get_shape(tensors, name) != array.shape and not is_within(name, (head,)):

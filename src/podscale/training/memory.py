@@ -5,10 +5,11 @@ backward pass keeps input and output, and an output is also the next input.
 """
 
 import math
-from typing import Any
 
 import jax
 import optax
+from jax.extend.core import Jaxpr
+from jaxtyping import PyTree
 
 from podscale.errors import UserError
 from podscale.models.functional import FunctionalModel, Tree
@@ -39,7 +40,7 @@ def estimate_memory(
     )
 
 
-def _count_bytes(tree: Any) -> int:
+def _count_bytes(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -56,7 +57,7 @@ def _count_output_bytes(recipe: Recipe, net: FunctionalModel, params: Tree, stat
     return min(everything, everything - sum(inside) + outputs + max(inside, default=0))
 
 
-def _count_product_bytes(jaxpr: Any) -> int:
+def _count_product_bytes(jaxpr: Jaxpr) -> int:
     """Count the bytes that all convolutions and matrix products of a program write."""
     return sum(
         _count_bytes([out.aval for out in equation.outvars])

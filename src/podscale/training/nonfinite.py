@@ -1,7 +1,8 @@
 """Count consecutive non-finite updates; `divergence` decides what a run does about them."""
 
 from collections.abc import Sequence
-from typing import Any
+
+from jaxtyping import PyTree
 
 from podscale.config.json_types import JsonObject
 from podscale.runs.events import Event
@@ -10,7 +11,7 @@ from podscale.runs.events import Event
 class DivergenceError(Exception):
     """Too many consecutive updates were non-finite; `first` is the step of the first of them."""
 
-    def __init__(self, first: int, state: Any) -> None:
+    def __init__(self, first: int, state: PyTree) -> None:
         super().__init__(f"every update after step {first} was non-finite")
         self.first, self.state = first, state
 
@@ -52,7 +53,7 @@ class NonfiniteCounter:
     def is_limit_reached(self) -> bool:
         return bool(self._limit) and self._count >= self._limit
 
-    def check(self, state: Any) -> None:
+    def check(self, state: PyTree) -> None:
         """Raise a `DivergenceError` if the limit is reached; all processes raise the same."""
         if self.is_limit_reached:
             raise DivergenceError(self._next - self._limit, state)

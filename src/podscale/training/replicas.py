@@ -6,11 +6,11 @@ differs, and the run rolls back to its last checkpoint.
 """
 
 from collections import Counter
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from podscale.parallel import checksum
 
@@ -27,7 +27,7 @@ class ReplicaCheck:
         self._mesh, self._every, self._last_step = mesh, every, 0
         self._compute_checksums = checksum.make_replica_checksum(mesh)
 
-    def check(self, step: int, state: Any, *, now: bool = False) -> None:
+    def check(self, step: int, state: PyTree, *, now: bool = False) -> None:
         """Compare the replicas if a comparison is due; `now` makes it due, so that only sound states are saved.
 
         Raises:

@@ -7,7 +7,7 @@ it communicates with others only in batch norm (its tile) and in the summation o
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from podscale.training import views
 from podscale.training.device_input import augment
 from podscale.training.losses import compute_losses
 
+# Text, truth values and numbers; what JAX declares leaves out the numbers.
+CompilerOptions: TypeAlias = dict[str, Any]
+
 # What XLA puts into CUDA graphs: its default, and convolutions and loops.
 GRAPHED_OPERATIONS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION,CONDITIONAL,WHILE"
 GRAPHED_MODELS = ("cifarnet",)  # models that were faster with it where images live on the device
@@ -44,7 +47,7 @@ class State(NamedTuple):
     step: jax.Array
     params: Tree
     stats: Tree
-    optimizer: Any
+    optimizer: optax.OptState
     average: Tree  # {"params", "stats"} averaged over steps, or {} if the recipe has no average
 
 
@@ -171,7 +174,7 @@ def describe_call_arguments(plan: Plan, mesh: Mesh) -> tuple[jax.ShapeDtypeStruc
     )
 
 
-def make_compiler_options(plan: Plan) -> dict[str, Any]:
+def make_compiler_options(plan: Plan) -> CompilerOptions:
     """Return the compiler options that the plan needs.
 
     Without a limit on the size of a sum, the TPU compiler merges all buckets into one sum, which cannot start before
@@ -296,7 +299,7 @@ def _update_average(decay: float, average: Tree, new: Tree) -> Tree:
     return jax.tree.map(lambda a, n: decay * a + (1 - decay) * n, average, new)
 
 
-def _get_dtype(state: State) -> Any:
+def _get_dtype(state: State) -> jnp.dtype:
     return jax.tree.leaves(state.params)[0].dtype
 
 

@@ -5,9 +5,9 @@ import os
 import re
 import resource
 import shutil
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from podscale.data import decode
 
@@ -39,7 +39,7 @@ def list_installed() -> dict[str, str]:
     return {_normalize_name(d.metadata["Name"]): d.version for d in metadata.distributions() if d.metadata["Name"]}
 
 
-def find_unused_devices(platform: str, exists: Any = os.path.exists) -> list[str]:
+def find_unused_devices(platform: str, exists: Callable[[str], bool] = os.path.exists) -> list[str]:
     """Return a sentence for each accelerator that the system has and JAX does not use."""
     problems = []
     if platform == "cpu" and any(map(exists, GPU_FILES)):

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from podscale.bench.doctor import compatibility, rates, verdict
+from podscale.config.json_types import Json, JsonObject
 from podscale.data import decode
 from podscale.errors import UserError
 from podscale.pod import Pod
@@ -15,9 +15,7 @@ from podscale.runs import environment
 from podscale.runs.environment import list_library_versions
 
 
-def examine_machine(
-    pod: Pod, folder: Path = Path(), report: Callable[[str], object] = lambda part: None
-) -> dict[str, Any]:
+def examine_machine(pod: Pod, folder: Path = Path(), report: Callable[[str], object] = lambda part: None) -> JsonObject:
     """Measure what this machine can do, and find its bottleneck.
 
     Args:
@@ -33,7 +31,7 @@ def examine_machine(
     start = time.perf_counter()
     local_devices = [d for d in pod.devices if d.process_index == jax.process_index()]
     stats = local_devices[0].memory_stats() or {}
-    result: dict[str, Any] = {
+    result: JsonObject = {
         "devices": {
             "platform": local_devices[0].platform,
             "kind": local_devices[0].device_kind,
@@ -44,7 +42,7 @@ def examine_machine(
             "used_bytes": int(stats.get("bytes_in_use", 0)),
         }
     }
-    parts: dict[str, Callable[[], Any]] = {
+    parts: dict[str, Callable[[], Json]] = {
         "device": lambda: rates.measure_device(pod),
         "links": lambda: rates.measure_links(pod),
         "decoding": lambda: rates.measure_decoding(folder) | {"decoder": decode.select_decoder()},
@@ -65,7 +63,7 @@ def examine_machine(
     }
 
 
-def format_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+def format_rows(result: JsonObject) -> list[tuple[str, str]]:
     """Return the result as rows of a table: names and values."""
     devices, device, machine = result["devices"], result["device"], result["environment"]
     decoding, disk = result["decoding"], result["disk"]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ IMAGE_SHAPE = (500, 375)  # pixels, as ImageNet's photos are
 DISK_BYTES = 128 << 20
 
 
-def time_best(work: Callable[[], Any], tries: int = TRIES) -> float:
+def time_best(work: Callable[[], object], tries: int = TRIES) -> float:
     """Return the seconds of the fastest of several tries, after one that does not count."""
     work()
     times = []

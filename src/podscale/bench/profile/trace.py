@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.profiler import ProfileData
@@ -30,7 +29,7 @@ class DeviceActivity:
         return max(0.0, self.whole_s - self.busy_s)
 
 
-def profile_device(work: Callable[[], Any], device: jax.Device) -> DeviceActivity:
+def profile_device(work: Callable[[], object], device: jax.Device) -> DeviceActivity:
     """Run `work` under the profiler and return what the device did.
 
     Raises:

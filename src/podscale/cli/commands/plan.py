@@ -2,7 +2,6 @@
 
 import argparse
 from contextlib import nullcontext
-from typing import Any
 
 from podscale.cli.arguments import make_console, make_progress_console, read_options, read_pod, read_recipe
 from podscale.cli.result import Result
@@ -47,7 +46,7 @@ def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options
         return questions.plan_on_pod(recipe, pod, options, arguments.compile)._asdict()
 
 
-def _show_published(arguments: argparse.Namespace) -> Any:
+def _show_published(arguments: argparse.Namespace) -> JsonObject:
     from podscale.planner import described_devices, published
     from podscale.report import terminal
 
@@ -63,7 +62,7 @@ def _show_published(arguments: argparse.Namespace) -> Any:
     return values
 
 
-def _show_search(arguments: argparse.Namespace, recipe: Recipe) -> Any:
+def _show_search(arguments: argparse.Namespace, recipe: Recipe) -> JsonObject:
     from podscale.planner import questions, search
     from podscale.report import terminal
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -264,7 +264,7 @@ def _multiply(shape: tuple[int, ...]) -> int:
     return product
 
 
-def _check_strings(values: Any) -> tuple[str, ...]:
+def _check_strings(values: object) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError("values other than strings")
     return tuple(values)

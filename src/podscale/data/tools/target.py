@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from podscale.config.json_types import JsonObject
 from podscale.data.index import catalog
@@ -159,7 +158,7 @@ def _describe_differences(before: Settings, now: Settings) -> Iterator[str]:
             yield f"{_format_option(name)} {_format_value(value)}, now {_format_value(new)}"
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     return "not given" if value is None or value is False else "given" if value is True else str(value)
 
 

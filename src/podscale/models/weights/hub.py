@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from podscale.errors import UserError
 
@@ -81,5 +80,5 @@ def _check_digest(path: Path, source: str) -> None:
         raise UserError(f"the weights of {source} are damaged: delete {stored} and start again to download them")
 
 
-def _get_first_line(error: Any) -> str:
+def _get_first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__

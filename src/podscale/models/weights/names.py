@@ -2,7 +2,6 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from podscale.models.functional import Tree
 
 
-def name_arrays(*trees: Tree) -> dict[str, Any]:
+def name_arrays(*trees: Tree) -> dict[str, jax.Array]:
     """Return the arrays of nested dicts by name.
 
     >>> name_arrays({"conv": {"kernel": 1}}, {"norm": {"mean": 2}})

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +59,7 @@ class Emitter:
         if close := getattr(reporter, "close", None):
             self._closing.callback(self._call, close, writes)
 
-    def emit(self, kind: str, step: int, values: JsonObject, **details: Any) -> None:
+    def emit(self, kind: str, step: int, values: JsonObject, **details: object) -> None:
         """Pass an event to all reporters."""
         event = Event(kind, step, step / self.plan.steps_per_epoch, values, details)
         answers = [self._call(partial(reporter, event), writes) for reporter, writes in self._reporters]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from podscale.data.index.containers import thrift
 from podscale.data.index.containers.container import ContainerSamples, Format, Listing, Reader, find_shards
+from podscale.data.index.containers.thrift import Struct
 from podscale.errors import UserError
 
 LAYOUT = "train*.parquet and validation*.parquet (or val*, test*), or folders of these names"
@@ -88,7 +89,7 @@ class _Leaf:
     kind: int | None
 
 
-def _read_footer(reader: Reader) -> dict[int, Any]:
+def _read_footer(reader: Reader) -> Struct:
     end = reader.read_range(max(reader.size - 8, 0), min(8, reader.size))
     length = int.from_bytes(end[:4], "little")
     if end[4:] != b"PAR1" or length > min(reader.size - 8, MAX_FOOTER_BYTES):
@@ -97,12 +98,12 @@ def _read_footer(reader: Reader) -> dict[int, Any]:
     return thrift.read_struct(reader, start, start + length)[0]
 
 
-def _select_structs(values: Any) -> list[dict[int, Any]]:
+def _select_structs(values: object) -> list[Struct]:
     """Return the structs in a list; none if the value is not a list."""
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
-def _list_leaves(reader: Reader, footer: dict[int, Any]) -> list[_Leaf]:
+def _list_leaves(reader: Reader, footer: Struct) -> list[_Leaf]:
     """Return the columns that have values. The schema is a tree, stored parents first."""
     leaves: list[_Leaf] = []
     parents: list[list[Any]] = []  # path, level, repeated, number of children left
@@ -126,7 +127,7 @@ def _list_leaves(reader: Reader, footer: dict[int, Any]) -> list[_Leaf]:
     return leaves
 
 
-def _locate_images(reader: Reader, footer: dict[int, Any]) -> NDArray[np.int64]:
+def _locate_images(reader: Reader, footer: Struct) -> NDArray[np.int64]:
     """Return offset and length of every image [n, 2], over all row groups."""
     leaf = _find_image_leaf(reader, _list_leaves(reader, footer))
     ranges = [np.zeros((0, 2), np.int64)]
@@ -155,11 +156,11 @@ def _find_image_leaf(reader: Reader, leaves: list[_Leaf]) -> _Leaf:
     return leaf
 
 
-def _parse_class_names(footer: dict[int, Any]) -> tuple[str, ...]:
+def _parse_class_names(footer: Struct) -> tuple[str, ...]:
     """Return the names of a ClassLabel, if the schema's metadata has them."""
     text = next((pair.get(2) for pair in _select_structs(footer.get(5)) if pair.get(1) == b"huggingface"), None)
     try:
-        names = json.loads(text or b"")["info"]["features"]["label"]["names"]
+        names = json.loads(text if isinstance(text, bytes) else b"")["info"]["features"]["label"]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):
         return ()
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
@@ -191,7 +192,7 @@ def iterate_values(reader: Reader, start: int, end: int, count: int, max_level: 
         at = body + length
 
 
-def _skip_levels(reader: Reader, at: int, page: dict[int, Any], body: int, end: int, max_level: int) -> tuple[int, int]:
+def _skip_levels(reader: Reader, at: int, page: Struct, body: int, end: int, max_level: int) -> tuple[int, int]:
     """Return the number of values of a data page and where they start, after the levels that prove none is absent."""
     is_v2 = _require_number(reader, at, page, 1) == _DATA_V2
     header = page.get(8 if is_v2 else 5)
@@ -252,7 +253,7 @@ def _iterate_plain(reader: Reader, start: int, end: int, n: int) -> Iterator[tup
         at += length
 
 
-def _require_number(reader: Reader, at: int, fields: dict[int, Any], number: int) -> int:
+def _require_number(reader: Reader, at: int, fields: Struct, number: int) -> int:
     value = thrift.get_number(fields, number)
     if value is None:
         raise reader.make_damage_error(at, "a page's header makes no sense")

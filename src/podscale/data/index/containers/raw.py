@@ -9,7 +9,7 @@ import gzip
 import re
 import zlib
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,7 +134,7 @@ def _read_idx(path: Path, rank: int) -> NDArray[np.uint8]:
         raise UserError(f"cannot read {path}: {error}; download it again") from error
 
 
-def _read_idx_values(path: Path, file: IO[bytes] | Any, rank: int) -> NDArray[np.uint8]:
+def _read_idx_values(path: Path, file: IO[bytes] | gzip.GzipFile, rank: int) -> NDArray[np.uint8]:
     header = file.read(4 + 4 * rank)
     shape = tuple(int.from_bytes(header[at : at + 4], "big") for at in range(4, len(header), 4))
     if header[:4] != bytes([0, 0, 8, rank]) or len(shape) != rank:

@@ -4,18 +4,20 @@ A struct becomes a dict of its fields by number. No length is used before it is 
 value takes at least a byte of the file.
 """
 
-from typing import Any
+from typing import TypeAlias
 
 from podscale.data.index.containers.container import Reader
 
+Value: TypeAlias = "bool | int | bytes | list[Value] | Struct | None"
+Struct: TypeAlias = dict[int, Value]  # fields by number
 MAX_DEPTH = 16
 MAX_STRING_BYTES = 2**20
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _STRING, _LIST, _SET, _STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12
 
 
-def read_struct(reader: Reader, at: int, end: int, depth: int = 0) -> tuple[dict[int, Any], int]:
+def read_struct(reader: Reader, at: int, end: int, depth: int = 0) -> tuple[Struct, int]:
     """Return the fields of a struct, by number, and where it ends. Strings of many bytes, never needed, are None."""
-    fields: dict[int, Any] = {}
+    fields: Struct = {}
     number = 0
     while True:
         (header,) = reader.read_range(at, 1, end)
@@ -32,13 +34,13 @@ def read_struct(reader: Reader, at: int, end: int, depth: int = 0) -> tuple[dict
             fields[number], at = _read_value(reader, header & 15, at, end, depth)
 
 
-def get_number(fields: Any, key: int) -> int | None:
+def get_number(fields: object, key: int) -> int | None:
     """Return a field if it is a number, else None."""
     value = fields.get(key) if isinstance(fields, dict) else None
     return value if type(value) is int else None
 
 
-def _read_value(reader: Reader, kind: int, at: int, end: int, depth: int) -> tuple[Any, int]:
+def _read_value(reader: Reader, kind: int, at: int, end: int, depth: int) -> tuple[Value, int]:
     if depth > MAX_DEPTH:
         raise reader.make_damage_error(at, "its metadata is nested too deeply")
     if kind in (_TRUE, _FALSE, _BYTE):
@@ -60,7 +62,7 @@ def _read_value(reader: Reader, kind: int, at: int, end: int, depth: int) -> tup
     raise reader.make_damage_error(at, "its metadata makes no sense")
 
 
-def _read_list(reader: Reader, at: int, end: int, depth: int) -> tuple[list[Any], int]:
+def _read_list(reader: Reader, at: int, end: int, depth: int) -> tuple[list[Value], int]:
     (header,) = reader.read_range(at, 1, end)
     count, at = (header >> 4, at + 1) if header >> 4 < 15 else reader.read_varint(at + 1, end)
     if count > end - at:
