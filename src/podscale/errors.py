@@ -20,6 +20,10 @@ class UserError(Exception):
     """
 
 
+class StorageError(UserError):
+    """Raised where a store fails: a bucket does not answer, or an object was replaced. No image is to blame."""
+
+
 ADVICE = {
     errno.ENOSPC: "free some disk space, or choose another folder",
     errno.EDQUOT: "free some of your disk quota, or choose another folder",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from podscale.data import decode
 from podscale.data.index.dataset import Index
-from podscale.errors import UserError
+from podscale.errors import StorageError, UserError
 
 IMAGES_PER_TASK = 16  # decoding takes about a millisecond per image
 ARRAYS_PER_TASK = 1024  # copying takes a microsecond or two per image
@@ -59,7 +59,7 @@ def crop_batch(
         try:
             crop(index, samples[part], boxes[part], flips[part], size, out[part])
         except UserError as error:
-            if bad is None:
+            if bad is None or isinstance(error, StorageError):
                 raise
             if part.stop - part.start == 1:
                 bad.append((part.start, str(error)))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from podscale.data import decode
 from podscale.data.index.table import Strings, Table
 from podscale.data.limits import MAX_IMAGE_BYTES
-from podscale.errors import UserError
+from podscale.errors import StorageError, UserError
 from podscale.storage.files import open_descriptor, open_regular
 
 THREADS = 16  # they mostly wait for the disk
@@ -43,6 +43,12 @@ class Files:
         self._lock = threading.Lock()
         # Not at exit: threads may still read when the process ends.
         weakref.finalize(self, _close_containers, self._containers).atexit = False
+
+    threads = THREADS  # that read headers
+
+    def select(self, samples: NDArray[np.integer]) -> "Files":
+        """Return a reader of these samples, numbered from 0."""
+        return self.with_table(self.table.select(samples))
 
     def with_table(self, table: Table) -> "Files":
         """Return a reader of other samples of the same data set."""
@@ -108,18 +114,17 @@ class Files:
         def measure_range(start: int) -> int:
             stop = min(start + IMAGES_PER_TASK, n)
             for sample in range(start, stop):
-                if self.packed:
-                    self.locate_bytes(np.array([sample]))  # a container that cannot be read is never tolerated
+                self._check_container(sample)
                 try:
                     sizes[sample], lengths[sample] = self.measure_one(sample)
-                except UserError:
-                    if not tolerant:
+                except UserError as error:
+                    if not tolerant or isinstance(error, StorageError):
                         raise
                     lengths[sample] = lengths[sample] if self.packed else self._measure_length(sample)
             return stop - start
 
         done = 0
-        with ThreadPoolExecutor(THREADS, "podscale-header") as pool:
+        with ThreadPoolExecutor(self.threads, "podscale-header") as pool:
             for count in pool.map(measure_range, range(0, n, IMAGES_PER_TASK)):
                 done += count
                 if progress is not None:
@@ -144,6 +149,11 @@ class Files:
                 return (header.width, header.height), os.fstat(file.fileno()).st_size
         except OSError as error:
             raise UserError(f"cannot read {name}: {error.strerror}; replace or remove it") from error
+
+    def _check_container(self, sample: int) -> None:
+        """Refuse a sample whose container cannot be read, which is never tolerated."""
+        if self.packed:
+            self.locate_bytes(np.array([sample]))
 
     def _measure_length(self, sample: int) -> int:
         try:

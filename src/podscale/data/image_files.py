@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from podscale.data import crop
 from podscale.data.bad_images import BadImages
-from podscale.data.index.containers.container import is_file, list_visible
+from podscale.data.index.containers.entries import is_file, is_folder, list_visible
 from podscale.data.index.containers.folder import EXTENSIONS
 from podscale.data.index.dataset import NO_IMAGES, Index, index_files
 from podscale.data.order import compute_eval_boxes
@@ -69,7 +69,7 @@ def list_image_files(paths: Sequence[str | os.PathLike[str]], stdin: TextIO | No
 def _walk_images(folder: str) -> Iterator[str]:
     for entry in sorted(list_visible(Path(folder)), key=lambda entry: entry.name):
         path = os.path.join(folder, entry.name)
-        if entry.is_dir(follow_symlinks=False):
+        if is_folder(entry) and not os.path.islink(path):
             yield from _walk_images(path)
         elif entry.name.lower().endswith(SUFFIXES) and is_file(entry):
             yield path

@@ -18,21 +18,18 @@ from pathlib import Path
 import numpy as np
 
 from podscale.config.fields import add_choice
+from podscale.data.bucket_files import BucketFiles, BucketSplit
 from podscale.data.files import THREADS, Files, Progress
 from podscale.data.index import table as tables
+from podscale.data.index.bucket_index import INDEX_FILE, JOURNAL_FILE, BucketIndex, Share, list_etags
 from podscale.data.index.containers import folder, parquet, tar, tfrecord
-from podscale.data.index.containers.container import (
-    ContainerSamples,
-    Format,
-    Listing,
-    list_visible,
-    resolve_labels,
-)
+from podscale.data.index.containers.container import ContainerSamples, Format, Listing, resolve_labels
+from podscale.data.index.containers.entries import Folder, explain_store_errors, list_visible, read_file_text
+from podscale.data.index.containers.sources import BucketContainer
 from podscale.data.index.table import SPLITS, Strings, Table, Tables
 from podscale.data.limits import MAX_IMAGE_BYTES
-from podscale.errors import UserError
-from podscale.storage.files import read_text
-from podscale.storage.paths import require_local
+from podscale.errors import StorageError, UserError
+from podscale.storage.bucket_path import BucketPath
 from podscale.storage.user_cache import get_user_cache
 
 FORMATS: dict[str, Format] = {
@@ -41,9 +38,8 @@ FORMATS: dict[str, Format] = {
     "tfrecord": tfrecord.FORMAT,
     "parquet": parquet.FORMAT,
 }
+BUCKET_THREADS = 128  # that scan shards; each waits for one answer at a time
 SHARD_ENDINGS = {"tar": ".tar", "tfrecord": ".tfrecord", "parquet": ".parquet"}
-INDEX_FILE = ".podscale-index"
-JOURNAL_FILE = "prepare.json"  # written by `podscale.data.tools.target` in the folder that a data set is prepared in
 MAX_JOURNAL_BYTES = 2**28
 MAX_WARNINGS = 3
 MIN_AGE_NS = 2 * 10**9  # file systems' clocks are coarse: data that changed just now may change again unnoticed
@@ -57,13 +53,12 @@ def register_format(name: str, form: Format) -> None:
     add_choice("data.source", name)
 
 
-def detect_kind(root: Path, kind: str = "") -> str:
+def detect_kind(root: Folder, kind: str = "") -> str:
     """Return the kind of the data set in a folder: `kind` if given, else the only kind that it can be read as.
 
     Raises:
         UserError: there is no such folder, it is only partly prepared, or it can be read as no kind or as several.
     """
-    require_local(root, "the data set")
     if root.is_file():
         raise UserError(f"{root} is a file; name a folder that holds train/CLASS/FILE and val/CLASS/FILE, or shards")
     if not root.is_dir():
@@ -79,7 +74,7 @@ def detect_kind(root: Path, kind: str = "") -> str:
     return kinds[0] if kinds else _explain_kind(root)
 
 
-def _explain_kind(root: Path) -> str:
+def _explain_kind(root: Folder) -> str:
     """Raise the error of the kind that a folder most likely is meant to be: that of its shards, or an image folder."""
     names = [entry.name for folder in (root, root / "train") if folder.is_dir() for entry in list_visible(folder)]
     shards = next((kind for kind, ending in SHARD_ENDINGS.items() if any(ending in name for name in names)), "folder")
@@ -87,22 +82,43 @@ def _explain_kind(root: Path) -> str:
     raise UserError(f"{root} is not a data set that Podscale can read; it must hold {folder.LAYOUT}, or shards")
 
 
-def _can_read_as(kind: str, root: Path) -> bool:
+def _can_read_as(kind: str, root: Folder) -> bool:
     try:
         FORMATS[kind].find(root)
+    except StorageError:
+        raise
     except UserError:
         return False
     return True
 
 
 def open_files(
-    kind: str, root: Path, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
+    kind: str,
+    root: Folder,
+    progress: Progress | None = None,
+    max_image_bytes: int = MAX_IMAGE_BYTES,
+    share: Share | None = None,
 ) -> tuple[Files, Files, tuple[str, ...], tuple[str, ...]]:
     """Return the files of both splits, the class names, and warnings about what was skipped.
 
     They come from a stored table if it is up to date, else from a scan. An image whose header cannot be read has size
-    0 x 0 in the table.
+    0 x 0 in the table. With `share`, one process asks a bucket, for all.
     """
+
+    def open_bucket() -> BucketIndex:
+        result, listing = _open_tables(kind, root, progress, max_image_bytes)
+        return BucketIndex(result, list_etags(listing, result, FORMATS[kind].packed), _describe_skipped(listing))
+
+    if isinstance(root, BucketPath):
+        index = open_bucket() if share is None else BucketIndex.parse(share(lambda: open_bucket().format()))
+        remote = [_make_bucket_files(root, index, split, max_image_bytes) for split in SPLITS]
+        return remote[0], remote[1], index.tables.classes, index.warnings
+    result, listing = _open_tables(kind, root, progress, max_image_bytes)
+    train, val = (_make_files(kind, root, table, max_image_bytes) for table in (result.train, result.val))
+    return train, val, result.classes, _describe_skipped(listing)
+
+
+def _open_tables(kind: str, root: Folder, progress: Progress | None, max_image_bytes: int) -> tuple[Tables, Listing]:
     _check_complete(root)
     listing = FORMATS[kind].find(root)
     result = _load_stored_tables(kind, listing)
@@ -111,12 +127,11 @@ def open_files(
         if time.time_ns() - listing.newest_ns > MIN_AGE_NS and FORMATS[kind].find(root) == listing:
             with suppress(OSError):  # without a cache folder the table is in memory only
                 tables.save_tables(_get_cache_path(kind, root), result)
-    train, val = (_make_files(kind, root, table, max_image_bytes) for table in (result.train, result.val))
-    return train, val, result.classes, _describe_skipped(listing)
+    return result, listing
 
 
 def list_samples(
-    kind: str, root: Path, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
+    kind: str, root: Folder, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
 ) -> tuple[dict[str, Files], tuple[str, ...], list[tuple[str, str, str]]]:
     """List all samples without opening their images.
 
@@ -131,7 +146,9 @@ def list_samples(
 
     def scan(path: str) -> ContainerSamples | str:
         try:
-            return form.scan(os.path.join(root, path))
+            return form.scan(_name_container(root, path, max_image_bytes))
+        except StorageError:
+            raise
         except UserError as error:
             return str(error)
 
@@ -141,7 +158,7 @@ def list_samples(
             containers[split] = {}
             for path, samples in zip(paths, pool.map(scan, paths), strict=True):
                 if isinstance(samples, str):
-                    left_out.append((split, os.path.join(root, path), samples))
+                    left_out.append((split, str(root / path), samples))
                 else:
                     containers[split][path] = samples
                 if progress is not None:
@@ -160,16 +177,17 @@ def list_samples(
         ("val" if path.startswith("val/") else "train", str(root / path), _describe_empty(root / path))
         for path in listing.skipped
     ]
-    files = {
-        split: _make_files(
-            kind, root, _make_table(tuple(containers[split]), lists[split], labels[split]), max_image_bytes
-        )
-        for split in SPLITS
-    }
+    found = {split: _make_table(tuple(containers[split]), lists[split], labels[split]) for split in SPLITS}
+    if isinstance(root, BucketPath):
+        listed = replace(listing, paths={split: tuple(containers[split]) for split in SPLITS})
+        both = Tables(kind, listing.fingerprint, classes, **found)
+        index = BucketIndex(both, list_etags(listed, both, form.packed), ())
+        return {split: _make_bucket_files(root, index, split, max_image_bytes) for split in SPLITS}, classes, left_out
+    files = {split: _make_files(kind, root, found[split], max_image_bytes) for split in SPLITS}
     return files, classes, left_out
 
 
-def _describe_empty(path: Path) -> str:
+def _describe_empty(path: Folder) -> str:
     return f"class folder {path} holds no images ({' '.join(folder.EXTENSIONS)}) and is skipped; add some or remove it"
 
 
@@ -181,10 +199,10 @@ def _describe_skipped(listing: Listing) -> tuple[str, ...]:
     return (f"{len(listing.skipped)} class folders of {listing.root} hold no images and are skipped: {names}, ...",)
 
 
-def _check_complete(root: Path) -> None:
+def _check_complete(root: Folder) -> None:
     """Refuse a folder that is only partly prepared; it would pass for a smaller data set."""
     try:
-        content = json.loads(read_text(root / JOURNAL_FILE, MAX_JOURNAL_BYTES))
+        content = json.loads(read_file_text(root / JOURNAL_FILE, MAX_JOURNAL_BYTES))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return
     except OSError as error:
@@ -196,8 +214,8 @@ def _check_complete(root: Path) -> None:
 
 
 def store_beside(
-    kind: str, root: Path, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
-) -> Path:
+    kind: str, root: Folder, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
+) -> Folder:
     """Scan a data set and store its table beside it, to be copied with it: nobody has to scan it again.
 
     Where samples are in shards, the table stays valid while their names and lengths do; a copy may change their times.
@@ -207,15 +225,32 @@ def store_beside(
     """
     listing = FORMATS[kind].find(root)
     table = replace(scan_data_set(kind, listing, progress, max_image_bytes), fingerprint=listing.portable_fingerprint)
+    path = root / INDEX_FILE
     try:
-        tables.save_tables(root / INDEX_FILE, table)
+        if isinstance(path, BucketPath):
+            path.store.write(path.key, tables.format_tables(table))
+        else:
+            tables.save_tables(path, table)
     except OSError as error:
-        raise UserError(f"cannot write {root / INDEX_FILE}: {error.strerror}; check its permissions") from error
-    return root / INDEX_FILE
+        raise UserError(f"cannot write {path}: {error.strerror}; check its permissions") from error
+    return path
 
 
 def _make_files(kind: str, root: Path, table: Table, max_image_bytes: int) -> Files:
     return Files(str(root), table, FORMATS[kind].packed, max_image_bytes)
+
+
+def _make_bucket_files(root: BucketPath, index: BucketIndex, split: str, max_image_bytes: int) -> BucketFiles:
+    table: Table = getattr(index.tables, split)
+    place = BucketSplit(root, index.tables.fingerprint, split, index.etags[split], np.arange(len(table)))
+    return BucketFiles(table, FORMATS[index.tables.kind].packed, place, max_image_bytes)
+
+
+def _name_container(root: Folder, path: str, max_image_bytes: int) -> str | BucketContainer:
+    """Return a container as `Format.scan` takes it."""
+    if isinstance(root, BucketPath):
+        return BucketContainer(root / path, max_image_bytes)
+    return os.path.join(root, path)
 
 
 # --- stored tables -------------------------------------------------------------------------------------------------
@@ -226,7 +261,7 @@ def _load_stored_tables(kind: str, listing: Listing) -> Tables | None:
         (listing.root / INDEX_FILE, listing.portable_fingerprint),
         (_get_cache_path(kind, listing.root), listing.fingerprint),
     ):
-        result = tables.load_tables(path)
+        result = _load_tables(path)
         if (
             result is not None
             and (result.kind, result.fingerprint) == (kind, fingerprint)
@@ -238,9 +273,17 @@ def _load_stored_tables(kind: str, listing: Listing) -> Tables | None:
     return None
 
 
-def _get_cache_path(kind: str, root: Path) -> Path:
+def _load_tables(path: Folder) -> Tables | None:
+    if not isinstance(path, BucketPath):
+        return tables.load_tables(path)
+    with explain_store_errors():
+        return tables.parse_tables(path.read()) if path.is_file() else None
+
+
+def _get_cache_path(kind: str, root: Folder) -> Path:
     """Return the cache file of a data set: in $XDG_CACHE_HOME or ~/.cache, named by a digest of the data set's path."""
-    key = f"{kind}\0{os.path.abspath(root)}".encode("utf-8", "surrogateescape")
+    place = root if isinstance(root, BucketPath) else os.path.abspath(root)
+    key = f"{kind}\0{place}".encode("utf-8", "surrogateescape")
     return get_user_cache("index") / hashlib.sha256(key).hexdigest()[:32]
 
 
@@ -251,7 +294,7 @@ def scan_data_set(
     kind: str, listing: Listing, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
 ) -> Tables:
     """Scan every container and read every image's header, in parallel."""
-    containers = _scan_containers(FORMATS[kind], listing, progress)
+    containers = _scan_containers(FORMATS[kind], listing, progress, max_image_bytes)
     classes, labels = resolve_labels(listing, containers)
     total = sum(map(len, labels.values()))
     done, measured = 0, {}
@@ -261,17 +304,37 @@ def scan_data_set(
             if progress is not None:
                 progress(unit, before + count, total)
 
-        table = _make_table(listing.paths[split], containers.pop(split), labels[split])
-        sizes, lengths = _make_files(kind, listing.root, table, max_image_bytes).measure(report, tolerant=True)
-        measured[split] = replace(table, sizes=sizes, lengths=lengths)
+        found = containers.pop(split)
+        table = _make_table(listing.paths[split], found, labels[split])
+        if any(samples.sizes is None for samples in found):
+            table = _measure_images(kind, listing, split, table, report, max_image_bytes)
+        measured[split] = table
         done += len(table)
     return Tables(kind, listing.fingerprint, classes, **measured)
 
 
-def _scan_containers(form: Format, listing: Listing, progress: Progress | None) -> dict[str, list[ContainerSamples]]:
-    paths = [os.path.join(listing.root, path) for split in SPLITS for path in listing.paths[split]]
+def _measure_images(
+    kind: str, listing: Listing, split: str, table: Table, report: Progress, max_image_bytes: int
+) -> Table:
+    """Return a table with the sizes of its images, from their headers, and their bytes."""
+    files: Files
+    if isinstance(listing.root, BucketPath):
+        samples = Tables(kind, listing.fingerprint, (), table, table)
+        etags = list_etags(replace(listing, paths=dict.fromkeys(SPLITS, table.paths)), samples, FORMATS[kind].packed)
+        files = _make_bucket_files(listing.root, BucketIndex(samples, etags, ()), split, max_image_bytes)
+    else:
+        files = _make_files(kind, listing.root, table, max_image_bytes)
+    sizes, lengths = files.measure(report, tolerant=True)
+    return replace(table, sizes=sizes, lengths=lengths)
+
+
+def _scan_containers(
+    form: Format, listing: Listing, progress: Progress | None, max_image_bytes: int
+) -> dict[str, list[ContainerSamples]]:
+    paths = [_name_container(listing.root, path, max_image_bytes) for split in SPLITS for path in listing.paths[split]]
     containers: list[ContainerSamples] = []
-    with ThreadPoolExecutor(THREADS, "podscale-scan") as pool:
+    threads = BUCKET_THREADS if isinstance(listing.root, BucketPath) else THREADS
+    with ThreadPoolExecutor(threads, "podscale-scan") as pool:
         for samples in pool.map(form.scan, paths):
             containers.append(samples)
             if progress is not None:
@@ -284,10 +347,14 @@ def _make_table(paths: tuple[str, ...], containers: list[ContainerSamples], labe
     counts = [len(samples.labels) for samples in containers]
     return Table(
         labels,
-        np.zeros((len(labels), 2), np.int32),
+        np.concatenate([_get_sizes(samples) for samples in containers]),
         np.repeat(np.arange(len(containers), dtype=np.int32), counts),
         np.concatenate([samples.offsets for samples in containers]),
         np.concatenate([samples.lengths for samples in containers]),
         Strings.concatenate([samples.names for samples in containers]),
         paths,
     )
+
+
+def _get_sizes(samples: ContainerSamples) -> np.ndarray:
+    return np.zeros((len(samples.labels), 2), np.int32) if samples.sizes is None else samples.sizes

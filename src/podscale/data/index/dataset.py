@@ -22,6 +22,7 @@ from podscale.data import decode
 from podscale.data.cache import Cache, Kind
 from podscale.data.files import Files, Progress, open_loose_files
 from podscale.data.index import catalog
+from podscale.data.index.bucket_index import Share, open_folder
 from podscale.data.index.containers import raw
 from podscale.data.index.containers.container import MAX_CLASSES
 from podscale.data.index.unreadable import check_unreadable
@@ -30,6 +31,7 @@ from podscale.data.random import Stream, draw_uint32
 from podscale.errors import UserError
 from podscale.processes.host import measure_usable_memory
 from podscale.storage.files import open_regular
+from podscale.storage.locations import has_scheme
 from podscale.storage.paths import require_local
 
 
@@ -122,7 +124,7 @@ class Index:
     def select(self, samples: NDArray[np.integer]) -> "Index":
         """Return these images, numbered from 0."""
         images = None if self.images is None else self.images[samples]
-        files = None if self.files is None else self.files.with_table(self.files.table.select(samples))
+        files = None if self.files is None else self.files.select(samples)
         return Index(self.labels[samples], self.sizes[samples], images, files, self.noun)
 
     def with_cache(self, kind: Kind, samples: NDArray[np.integer]) -> "Index":
@@ -178,13 +180,14 @@ _EMPTY = Index(np.zeros(0, np.int32), np.zeros((0, 2), np.int32))
 NO_IMAGES = Splits(_EMPTY, _EMPTY, ())
 
 
-def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
+def open_index(data: recipe.Data, progress: Progress | None = None, share: Share | None = None) -> Splits:
     """Return the indexes of the data set that a recipe's data section names.
 
     Args:
         data: a recipe's data section. Counts in it that are not 0 must be those of the data set.
         progress: called during a scan of files with what is counted ("folders", "files", "images"), how many are done,
             and of how many. A stored index that is up to date is not scanned again.
+        share: makes one process index a bucket for all; None: this process does so by itself.
 
     Raises:
         UserError: the data cannot be read, or differs from the counts in the recipe.
@@ -193,7 +196,9 @@ def open_index(data: recipe.Data, progress: Progress | None = None) -> Splits:
     >>> len(splits.train), len(splits.val), splits.train.name(17), splits.classes[:3]
     (1437, 360, 'digit 17', ('0', '1', '2'))
     """
-    splits = _open_files(data, progress) if data.source in catalog.FORMATS else _IN_MEMORY[data.source](data.path)
+    splits = (
+        _open_files(data, progress, share) if data.source in catalog.FORMATS else _IN_MEMORY[data.source](data.path)
+    )
     if data.shrink:
         splits = replace(splits, train=splits.train.limit_size(data.shrink), val=splits.val.limit_size(data.shrink))
     if data.hold_out:
@@ -245,9 +250,9 @@ def index_files(paths: Sequence[str | os.PathLike[str]], max_image_bytes: int = 
     return _make_file_index(files.with_table(replace(files.table, sizes=sizes, lengths=lengths)))
 
 
-def _open_files(data: recipe.Data, progress: Progress | None) -> Splits:
-    root = _resolve_path(data.path, "folder")
-    train, val, classes, warnings = catalog.open_files(data.source, root, progress, data.max_image_bytes)
+def _open_files(data: recipe.Data, progress: Progress | None, share: Share | None) -> Splits:
+    root = open_folder(data.path, "data.path") if has_scheme(data.path) else _resolve_path(data.path, "folder")
+    train, val, classes, warnings = catalog.open_files(data.source, root, progress, data.max_image_bytes, share)
     for files, split in ((train, "training"), (val, "validation")):
         check_unreadable(files, split, data)
     return Splits(_make_file_index(train), _make_file_index(val), classes, warnings)

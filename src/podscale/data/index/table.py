@@ -13,6 +13,7 @@ It reads the whole file into memory first: a mapped file could change after it w
 mapped file which another one has truncated is killed.
 """
 
+import io
 import json
 import os
 import tempfile
@@ -129,6 +130,27 @@ class Tables:
 
 def save_tables(path: Path, tables: Tables) -> None:
     """Write the file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            _write_tables(file, tables)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            Path(file.name).replace(path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+
+
+def format_tables(tables: Tables) -> bytes:
+    """Return what `save_tables` writes."""
+    file = io.BytesIO()
+    _write_tables(file, tables)
+    return file.getvalue()
+
+
+def _write_tables(file: IO[bytes], tables: Tables) -> None:
     splits = {split: getattr(tables, split) for split in SPLITS}
     arrays = [array for table in splits.values() for array in _list_arrays(table)]
     header = {
@@ -140,21 +162,11 @@ def save_tables(path: Path, tables: Tables) -> None:
         "crc": _compute_crc(arrays),
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(8, "little") + text)
-            for array in arrays:
-                _pad(file)
-                file.write(array.data)
-            _pad(file)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            Path(file.name).replace(path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
+    file.write(MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(8, "little") + text)
+    for array in arrays:
+        _pad(file)
+        file.write(array.data)
+    _pad(file)
 
 
 def _describe_split(table: Table) -> JsonObject:
@@ -193,17 +205,28 @@ def load_tables(path: Path) -> Tables | None:
     """Read the tables in a file; None if there is no file, or if it is not exactly as `save_tables` writes it."""
     try:
         with open_regular(path) as file:
-            header, start = _read_header(file)
-            return _read_tables(file, header, start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+            return _read_file(file, os.fstat(file.fileno()).st_size)
+    except OSError:
         return None
 
 
-def _read_header(file: IO[bytes]) -> tuple[JsonObject, int]:
+def parse_tables(data: bytes | memoryview) -> Tables | None:
+    """Return the tables in bytes that `format_tables` made; None if they are not exactly such."""
+    return _read_file(io.BytesIO(data), len(data))
+
+
+def _read_file(file: IO[bytes], size: int) -> Tables | None:
+    try:
+        header, start = _read_header(file, size)
+        return _read_tables(file, size, header, start)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _read_header(file: IO[bytes], size: int) -> tuple[JsonObject, int]:
     """Return the header, and where it ends."""
     prefix = file.read(_PREFIX)
     length, crc = (int.from_bytes(prefix[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
-    size = os.fstat(file.fileno()).st_size
     if not prefix.startswith(MAGIC) or length > min(size, MAX_HEADER_BYTES):
         raise ValueError("not an index of this version")
     text = file.read(length)
@@ -212,7 +235,7 @@ def _read_header(file: IO[bytes]) -> tuple[JsonObject, int]:
     return json.loads(text), _PREFIX + length
 
 
-def _read_tables(file: IO[bytes], header: JsonObject, start: int) -> Tables:
+def _read_tables(file: IO[bytes], size: int, header: JsonObject, start: int) -> Tables:
     layouts = {split: _list_layout(header["splits"][split]) for split in SPLITS}
     at = first = start + -start % ALIGN
     positions: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
@@ -222,7 +245,7 @@ def _read_tables(file: IO[bytes], header: JsonObject, start: int) -> Tables:
             positions[split].append((at, kind, shape))
             at += int(np.dtype(kind).itemsize) * _multiply(shape)
             at += -at % ALIGN
-    if at != os.fstat(file.fileno()).st_size:
+    if at != size:
         raise ValueError("a length that does not fit the header")
     file.seek(first)
     data = np.frombuffer(file.read(at - first), np.uint8)  # read-only

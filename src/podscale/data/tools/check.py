@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,10 +28,12 @@ from numpy.typing import NDArray
 
 from podscale.config.json_types import JsonObject
 from podscale.data import decode
+from podscale.data.bucket_files import BucketFiles
 from podscale.data.files import Files, Progress
 from podscale.data.index import catalog
+from podscale.data.index.bucket_index import open_folder
 from podscale.data.index.table import SPLITS
-from podscale.errors import UserError
+from podscale.errors import StorageError, UserError
 from podscale.processes.host import count_usable_cores
 from podscale.storage.files import open_regular
 
@@ -81,7 +82,7 @@ def check_data_set(
         A summary that JSON can hold: path, source, number of images by split, whether the data set is clean, problems
         ("findings") and their number by kind, balance of the classes, and seconds.
     """
-    start, root = time.monotonic(), Path(path)
+    start, root = time.monotonic(), open_folder(path, "the data set")
     kind = catalog.detect_kind(root, kind)
     splits, classes, unreadable = catalog.list_samples(kind, root, progress, max_image_bytes)
     problems = [Problem("unreadable", split, container, why) for split, container, why in unreadable]
@@ -122,6 +123,8 @@ def _check_samples(split: str, files: Files, samples: range) -> _TaskResult:
         try:
             data = _read_sample(files, sample, name)
             problem = _find_problem(data, name, files.max_image_bytes)
+        except StorageError:
+            raise
         except UserError as error:
             problem = ("corrupt", str(error))
         else:
@@ -132,7 +135,7 @@ def _check_samples(split: str, files: Files, samples: range) -> _TaskResult:
 
 
 def _read_sample(files: Files, sample: int, name: str) -> bytes:
-    if files.packed:
+    if files.packed or isinstance(files, BucketFiles):
         return files.read(sample)
     try:
         with open_regular(name) as file:

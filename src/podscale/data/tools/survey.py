@@ -13,10 +13,12 @@ from podscale.config.fields import replace_fields
 from podscale.config.json_types import JsonObject
 from podscale.data.files import Progress
 from podscale.data.index import catalog
+from podscale.data.index.bucket_index import open_folder
 from podscale.data.index.containers import folder, raw
 from podscale.data.index.dataset import Index, check_classes, open_index
 from podscale.data.index.table import SPLITS, Strings
 from podscale.errors import UserError
+from podscale.storage.locations import has_scheme
 
 IN_MEMORY_KINDS = ("npz", "cifar", "mnist")  # kinds that are loaded into memory
 
@@ -44,7 +46,8 @@ def survey_data_set(
             progress(unit, done, total)
 
     if kind not in IN_MEMORY_KINDS:
-        kind = ("" if kind else _detect_in_memory_kind(Path(path))) or catalog.detect_kind(Path(path), kind)
+        found = "" if kind or has_scheme(path) else _detect_in_memory_kind(Path(path))
+        kind = found or catalog.detect_kind(open_folder(path, "the data set"), kind)
     data = replace_fields(
         recipe.Data(max_image_mib=max_image_mib), "data", {"source": kind, "path": path, "bad_share": 1.0}
     )
@@ -55,7 +58,7 @@ def survey_data_set(
         "path": path,
         "source": kind,
         "classes": list(splits.classes),
-        "unsplit": kind == "folder" and bool(folder.find_unsplit_classes(Path(path))),
+        "unsplit": kind == "folder" and bool(folder.find_unsplit_classes(open_folder(path))),
         "splits": {split: _summarize_split(getattr(splits, split), len(splits.classes)) for split in SPLITS},
         "warnings": list(splits.warnings),
         "kept": not scanned,

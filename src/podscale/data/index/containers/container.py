@@ -5,32 +5,43 @@ returns the samples of one container as `ContainerSamples`. Nothing read here is
 against the file before it is used to read anything, and every loop advances by at least one byte.
 """
 
-import errno
 import hashlib
+import io
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from podscale.data import decode
+from podscale.data.index.containers.entries import (
+    Folder,
+    is_file,
+    is_folder,
+    list_ahead,
+    list_visible,
+    read_file_text,
+    stat_file,
+)
+from podscale.data.index.containers.sources import BucketContainer, open_source
 from podscale.data.index.table import SPLITS, Strings
-from podscale.errors import UserError
-from podscale.storage.files import describe_kind, open_descriptor, read_text
+from podscale.errors import StorageError, UserError
 
 MAX_CLASSES = 2**20
 MAX_CLASS_LIST_BYTES = 2**28
 CLASSES_FILE = "classes.txt"
+WINDOW_BYTES = 4096  # of an image's header that are parsed at once
 SPLIT_NAMES = {"train": ("train",), "val": ("validation", "val", "test")}
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The containers of a data set and their state on disk.
+    """The containers of a data set and their state, on disk or in a bucket.
 
     Attributes:
         root: folder of the data set.
@@ -43,7 +54,7 @@ class Listing:
         skipped: class folders without images, relative to `root`.
     """
 
-    root: Path
+    root: Folder
     paths: dict[str, tuple[str, ...]]
     descriptions: dict[str, str]
     fingerprint: str
@@ -66,6 +77,7 @@ class ContainerSamples:
         label_names: names of some or all numbers in `labels`.
         classes: names of labels 0, 1, ... if the container has such a list.
         ignored: (path, message) of entries that are named like images but are no files.
+        sizes: width and height of each image, [n, 2], where the scan has measured them, as it does in a bucket.
     """
 
     offsets: NDArray[np.int64]
@@ -76,49 +88,73 @@ class ContainerSamples:
     label_names: dict[int, str] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()
+    sizes: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
 class Format:
     """A kind of data set. `packed`: its containers are files that hold many samples, not folders."""
 
-    find: Callable[[Path], Listing]
-    scan: Callable[[str], ContainerSamples]
+    find: Callable[[Any], Listing]  # of a path on disk or in a bucket (`Folder`)
+    scan: Callable[[Any], ContainerSamples]  # of a path as text, or of a `BucketContainer`
     packed: bool
 
 
 class Reader:
-    """A file that is read in ranges, each checked against its length. Small reads cost one system call per page."""
+    """A file or object that is read in ranges, each checked against its length; recent pages are kept."""
 
-    PAGE = 4096
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            self._descriptor = open_descriptor(path)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; check that it is there and readable") from error
-        self.size = os.fstat(self._descriptor).st_size
-        self._start, self._page = 0, b""
+    def __init__(self, path: str | BucketContainer) -> None:
+        self.path, self._source = str(path), open_source(path)
+        self.size = self._source.size
+        self._pages: deque[tuple[int, bytes | memoryview]] = deque(maxlen=self._source.pages)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        os.close(self._descriptor)
+        self._source.close()
 
     def read_range(self, start: int, count: int, end: int | None = None) -> bytes:
         """Return exactly `count` bytes, which must lie before `end` (default: the end of the file)."""
         if start < 0 or count < 0 or start + count > (self.size if end is None else min(end, self.size)):
             raise self.make_damage_error(start, f"{count} bytes are said to follow, which is past the end")
-        if not self._start <= start <= start + count <= self._start + len(self._page):
-            try:
-                self._start, self._page = start, os.pread(self._descriptor, max(count, self.PAGE), start)
-            except OSError as error:
-                raise UserError(f"cannot read {self.path}: {error.strerror}; copy it again") from error
-            if len(self._page) < count:
-                raise self.make_damage_error(start, "the file has become shorter")
-        return self._page[start - self._start : start - self._start + count]
+        for first, page in self._pages:
+            if first <= start and start + count <= first + len(page):
+                return bytes(page[start - first : start - first + count])
+        page = self._source.read(start, count)
+        self._pages.appendleft((start, page))
+        if len(page) < count:
+            raise self.make_damage_error(start, "the file has become shorter")
+        return bytes(page[:count])
+
+    def measure(self, offset: int, length: int) -> tuple[int, int]:
+        """Return width and height of the image at `offset`, 0 x 0 if its header cannot be read.
+
+        On disk, headers are read later, many at once, so this returns 0 x 0 as well.
+        """
+        if not self._source.measures:
+            return 0, 0
+        try:
+            header = self.read_image_header(offset, length, self.path)
+        except StorageError:
+            raise
+        except UserError:
+            return 0, 0
+        return header.width, header.height
+
+    def read_image_header(self, offset: int, length: int, name: str) -> decode.Header:
+        """Return the header of the image at `offset`.
+
+        Raises:
+            UserError: it cannot be read; the message contains `name`.
+        """
+        file = io.BufferedReader(ReaderWindow(self, offset, length), WINDOW_BYTES)
+        return decode.read_header(file, name, self._source.measures)
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether `measure` reads headers."""
+        return bool(self._source.measures)
 
     def read_varint(self, at: int, end: int) -> tuple[int, int]:
         """Return a 64-bit varint (seven bits per byte, lowest first, as in protobuf and Thrift) and where it ends."""
@@ -136,47 +172,37 @@ class Reader:
         return UserError(f"cannot read {self.path}: {why} (at byte {at}); copy or write it again")
 
 
+class ReaderWindow(io.RawIOBase):
+    """A byte range of a reader, presented as a file."""
+
+    def __init__(self, reader: Reader, offset: int, length: int) -> None:
+        super().__init__()
+        self._reader, self._offset, self._length, self._position = reader, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise ValueError("a position before the start")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(min(len(buffer), self._length - self._position), 0)
+        buffer[:count] = self._reader.read_range(self._offset + self._position, count)
+        self._position += count
+        return count
+
+
 # --- finding shards ------------------------------------------------------------------------------------------------
 
 
-def list_visible(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder that are not hidden."""
-    try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise UserError(f"cannot list the folder {folder}: {error.strerror}; check its permissions") from error
-
-
-def is_file(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a regular file or a link to one; a link to itself is neither a file nor a folder."""
-    return _follow_link(entry.is_file, entry.path)
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one."""
-    return _follow_link(entry.is_dir, entry.path)
-
-
-def _follow_link(ask: Callable[[], bool], path: str) -> bool:
-    try:
-        return ask()
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG):
-            return False
-        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-
-
-def describe_entry(entry: os.DirEntry[str]) -> str:
-    """Return a sentence about an entry that is no file."""
-    try:
-        kind = describe_kind(os.stat(entry.path).st_mode)
-    except OSError:
-        kind = "a link that leads to nothing"
-    return f"{entry.path} is {kind}, not a file, and is ignored; replace or remove it"
-
-
-def find_shards(root: Path, is_shard: Callable[[str], bool], layout: str) -> Listing:
+def find_shards(root: Folder, is_shard: Callable[[str], bool], layout: str) -> Listing:
     """List the shards of both splits: in folders named after the splits, or files whose names start with those names.
 
     Args:
@@ -189,6 +215,7 @@ def find_shards(root: Path, is_shard: Callable[[str], bool], layout: str) -> Lis
     entries = list_visible(root)
     folders = {entry.name for entry in entries if is_folder(entry)}
     files = sorted(entry.name for entry in entries if is_shard(entry.name) and is_file(entry))
+    list_ahead(root, [name for names in SPLIT_NAMES.values() for name in names if name in folders])
     paths, descriptions = {}, {}
     for split, names in SPLIT_NAMES.items():
         for name in names:
@@ -203,7 +230,7 @@ def find_shards(root: Path, is_shard: Callable[[str], bool], layout: str) -> Lis
     return _make_listing(root, paths, descriptions)
 
 
-def _make_listing(root: Path, paths: dict[str, tuple[str, ...]], descriptions: dict[str, str]) -> Listing:
+def _make_listing(root: Folder, paths: dict[str, tuple[str, ...]], descriptions: dict[str, str]) -> Listing:
     """Add the state of every shard, and the whole list of classes, which is small."""
     classes = _read_class_list(root / CLASSES_FILE)
     states = {name: stat_file(root / name) for split in SPLITS for name in paths[split]}
@@ -214,18 +241,9 @@ def _make_listing(root: Path, paths: dict[str, tuple[str, ...]], descriptions: d
         descriptions,
         compute_digest([paths, states, classes]),
         compute_digest([paths, sizes, classes]),
-        max(changed for _, changed in states.values()),
+        max(changed if isinstance(changed, int) else 0 for _, changed in states.values()),
         classes,
     )
-
-
-def stat_file(path: Path) -> tuple[int, int]:
-    """Return a file's size in bytes and its modification time in nanoseconds."""
-    try:
-        result = path.stat()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check that it is there and readable") from error
-    return result.st_size, result.st_mtime_ns
 
 
 def compute_digest(states: object) -> str:
@@ -233,10 +251,10 @@ def compute_digest(states: object) -> str:
     return hashlib.sha256(json.dumps(states, sort_keys=True).encode()).hexdigest()
 
 
-def _read_class_list(path: Path) -> tuple[str, ...]:
+def _read_class_list(path: Folder) -> tuple[str, ...]:
     """Return the class names that a file lists, one per line; none if there is no file."""
     try:
-        text = read_text(path, MAX_CLASS_LIST_BYTES)
+        text = read_file_text(path, MAX_CLASS_LIST_BYTES)
     except FileNotFoundError:
         return ()
     except (OSError, UnicodeDecodeError) as error:

@@ -4,9 +4,12 @@ A folder of class folders alone, CLASS/FILE, is split by rule: every fifth image
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from podscale.data.index.containers.container import (
     SPLIT_NAMES,
@@ -14,14 +17,20 @@ from podscale.data.index.containers.container import (
     Format,
     Listing,
     compute_digest,
+)
+from podscale.data.index.containers.entries import (
+    Folder,
     describe_entry,
     is_file,
     is_folder,
+    list_ahead,
     list_visible,
-    stat_file,
+    stat_folder,
 )
+from podscale.data.index.containers.sources import BucketContainer
 from podscale.data.index.table import SPLITS, Strings
 from podscale.errors import UserError
+from podscale.storage.bucket_path import BucketPath
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 LAYOUT = "train/CLASS/FILE and val/CLASS/FILE, or CLASS/FILE"
@@ -32,7 +41,7 @@ RESERVED = {"train", "val", "validation", "test"}  # a folder with one of these 
 UNSPLIT = {"train": "/.", "val": "/./."}
 
 
-def find(root: Path) -> Listing:
+def find(root: Folder) -> Listing:
     """List the class folders. A folder's modification time changes when a file is added, removed or renamed.
 
     Class folders without images are skipped, and listed as such.
@@ -40,6 +49,7 @@ def find(root: Path) -> Listing:
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; data.path must hold {LAYOUT}")
     folders = _list_folders(root)
+    list_ahead(root, folders)
     if not RESERVED & set(folders):
         return _find_unsplit(root, folders)
     for split in SPLITS:
@@ -49,6 +59,8 @@ def find(root: Path) -> Listing:
                 f"{root} has no folder {split}; " + (f"rename {other}" if other else f"it must hold {LAYOUT}")
             )
     classes = {split: _list_folders(root / split) for split in SPLITS}
+    for split in SPLITS:
+        list_ahead(root / split, classes[split])
     present = {split: [name for name in classes[split] if _has_images(root / split / name)] for split in SPLITS}
     for split in SPLITS:
         if not present[split]:
@@ -58,35 +70,34 @@ def find(root: Path) -> Listing:
             empty, full = root / split / name, root / other / name
             raise UserError(f"class folder {empty} holds no images, but {full} does; add some to it, or remove both")
     paths = {split: tuple(f"{split}/{name}" for name in present[split]) for split in SPLITS}
-    changed = {name: stat_file(root / name)[1] for split in SPLITS for name in (split, *paths[split])}
+    changed = {name: stat_folder(root / name) for split in SPLITS for name in (split, *paths[split])}
     without_images = [f"{split}/{name}" for split in SPLITS for name in classes[split] if name not in present[split]]
     return _make_listing(root, paths, changed, {split: str(root / split) for split in SPLITS}, without_images)
 
 
-def _find_unsplit(root: Path, folders: list[str]) -> Listing:
+def _find_unsplit(root: Folder, folders: list[str]) -> Listing:
     classes = [name for name in folders if _has_images(root / name)]
     if not classes:
         raise _explain_no_classes(root, folders)
     paths = {split: tuple(name + UNSPLIT[split] for name in classes) for split in SPLITS}
-    changed = {name: stat_file(root / name)[1] for name in classes}
+    changed = {name: stat_folder(root / name) for name in classes}
     without_images = [name for name in folders if name not in classes]
     return _make_listing(root, paths, changed, dict.fromkeys(SPLITS, str(root)), without_images)
 
 
 def _make_listing(
-    root: Path,
+    root: Folder,
     paths: dict[str, tuple[str, ...]],
-    changed: dict[str, int],
+    changed: dict[str, Any],
     descriptions: dict[str, str],
     without_images: list[str],
 ) -> Listing:
     fingerprint = compute_digest([paths, changed])
-    return Listing(
-        root, paths, descriptions, fingerprint, fingerprint, max(changed.values()), skipped=tuple(without_images)
-    )
+    newest_ns = max(state if isinstance(state, int) else 0 for state in changed.values())
+    return Listing(root, paths, descriptions, fingerprint, fingerprint, newest_ns, skipped=tuple(without_images))
 
 
-def _explain_no_classes(root: Path, folders: list[str]) -> UserError:
+def _explain_no_classes(root: Folder, folders: list[str]) -> UserError:
     """Return an error that names what is wrong with a folder in which no class has an image."""
     example = f"such as {root / 'cats' / '1.jpg'}"
     images = sum(entry.name.lower().endswith(EXTENSIONS) for entry in list_visible(root))
@@ -106,19 +117,21 @@ def _explain_no_classes(root: Path, folders: list[str]) -> UserError:
     return UserError(f"{root} holds no class folders with images; it must hold {LAYOUT}")
 
 
-def find_unsplit_classes(root: Path) -> list[str]:
+def find_unsplit_classes(root: Folder) -> list[str]:
     """Return the classes of a folder without splits; empty unless two or more of its folders hold images."""
     folders = _list_folders(root)
     classes = [name for name in folders if _has_images(root / name)]
     return classes if len(classes) > 1 and not RESERVED & set(folders) else []
 
 
-def _list_folders(root: Path) -> list[str]:
+def _list_folders(root: Folder) -> list[str]:
     return sorted(entry.name for entry in list_visible(root) if is_folder(entry))
 
 
-def _has_images(folder: Path) -> bool:
+def _has_images(folder: Folder) -> bool:
     """Return whether there is an image; stops at the first."""
+    if isinstance(folder, BucketPath):
+        return any(entry.name.lower().endswith(EXTENSIONS) for entry in list_visible(folder))
     try:
         with os.scandir(folder) as entries:
             return any(not e.name.startswith(".") and e.name.lower().endswith(EXTENSIONS) for e in entries)
@@ -126,11 +139,13 @@ def _has_images(folder: Path) -> bool:
         raise UserError(f"cannot list the folder {folder}: {error.strerror}; check its permissions") from error
 
 
-def scan(folder: str) -> ContainerSamples:
+def scan(container: str | BucketContainer) -> ContainerSamples:
     """List the images of a class folder, sorted by name; their sizes are measured later."""
-    split = next((split for split in ("val", "train") if folder.endswith(UNSPLIT[split])), "")
-    folder = os.path.normpath(folder)
-    entries = [entry for entry in list_visible(Path(folder)) if entry.name.lower().endswith(EXTENSIONS)]
+    path = container if isinstance(container, str) else container.path.key
+    split = next((split for split in ("val", "train") if path.endswith(UNSPLIT[split])), "")
+    path = os.path.normpath(path)
+    folder: Folder = Path(path) if isinstance(container, str) else replace(container.path, key=path)
+    entries = [entry for entry in list_visible(folder) if entry.name.lower().endswith(EXTENSIONS)]
     names = sorted(entry.name for entry in entries if is_file(entry))
     others = sorted((entry.path, describe_entry(entry)) for entry in entries if not is_file(entry))
     if split and len(names) < 2:
@@ -145,12 +160,17 @@ def scan(folder: str) -> ContainerSamples:
     zeros = np.zeros(len(names), np.int64)
     return ContainerSamples(
         zeros,
-        zeros,
+        zeros if isinstance(folder, Path) else _list_lengths(folder, names),
         zeros,
         Strings.from_names(names),
-        class_names=(os.path.basename(folder),),
+        class_names=(folder.name,),
         ignored=() if split == "val" else tuple(others),  # once, of a folder that both splits share
     )
+
+
+def _list_lengths(folder: BucketPath, names: list[str]) -> NDArray[np.int64]:
+    sizes = {info.key.rpartition("/")[2]: info.size for info in folder.list().objects}
+    return np.array([sizes[name] for name in names], np.int64)
 
 
 FORMAT = Format(find, scan, packed=False)

@@ -6,17 +6,26 @@ of length and the image. The footer gives the position of the column's pages, an
 compressed.
 """
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from podscale.data.index.containers import thrift
-from podscale.data.index.containers.container import ContainerSamples, Format, Listing, Reader, find_shards
+from podscale.data.index.containers.container import (
+    ContainerSamples,
+    Format,
+    Listing,
+    Reader,
+    ReaderWindow,
+    find_shards,
+)
+from podscale.data.index.containers.entries import Folder
+from podscale.data.index.containers.sources import BucketContainer
 from podscale.data.index.containers.thrift import Struct
 from podscale.errors import UserError
 
@@ -25,27 +34,29 @@ COLUMNS = ((b"image", b"bytes"), (b"image",))
 REWRITE = 'pyarrow.parquet.write_table(pyarrow.parquet.read_table(FILE), NEW, compression="none", use_dictionary=False)'
 CODECS = {1: "SNAPPY", 2: "GZIP", 3: "LZO", 4: "BROTLI", 5: "LZ4", 6: "ZSTD", 7: "LZ4_RAW"}
 MAX_FOOTER_BYTES = 2**23
+LABEL_PAGE = 2**16  # bytes of a request for labels
 _BYTE_ARRAY = 6
 _DATA, _INDEX, _DATA_V2 = 0, 1, 3
 _PLAIN = 0
 
 
-def find(root: Path) -> Listing:
+def find(root: Folder) -> Listing:
     """List the shards: parquet files."""
     return find_shards(root, lambda name: name.endswith(".parquet"), LAYOUT)
 
 
-def scan(path: str) -> ContainerSamples:
+def scan(path: str | BucketContainer) -> ContainerSamples:
     """Return the samples of a file, in the order of its rows."""
     _check_pyarrow()
     with Reader(path) as reader:
         footer = _read_footer(reader)
         ranges = _locate_images(reader, footer)
         names = _parse_class_names(footer)
-    labels = _read_labels(path)
+        labels = _read_labels(reader, None if isinstance(path, str) else ReaderWindow(reader, 0, reader.size))
     if len(ranges) != len(labels) or not len(labels):
         raise UserError(f"{path} has {len(ranges)} images and {len(labels)} labels; write it again")
-    return ContainerSamples(ranges[:, 0].copy(), ranges[:, 1].copy(), labels, classes=names)
+    measured = ranges[:, 2:].astype(np.int32) if reader.has_measured else None
+    return ContainerSamples(ranges[:, 0].copy(), ranges[:, 1].copy(), labels, classes=names, sizes=measured)
 
 
 def _check_pyarrow() -> None:
@@ -55,12 +66,14 @@ def _check_pyarrow() -> None:
         raise UserError("parquet files need pyarrow; install it: pip install 'podscale[parquet]'") from error
 
 
-def _read_labels(path: str) -> NDArray[np.int64]:
+def _read_labels(reader: Reader, window: ReaderWindow | None) -> NDArray[np.int64]:
+    """Return the labels of a file on disk, or of an object through a window."""
     import pyarrow
     from pyarrow import parquet
 
+    path = reader.path
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path if window is None else io.BufferedReader(window, LABEL_PAGE)) as file:
             names = file.schema_arrow.names
             column = file.read(columns=["label"]).column("label") if "label" in names else None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -128,9 +141,9 @@ def _list_leaves(reader: Reader, footer: Struct) -> list[_Leaf]:
 
 
 def _locate_images(reader: Reader, footer: Struct) -> NDArray[np.int64]:
-    """Return offset and length of every image [n, 2], over all row groups."""
+    """Return offset, length, width and height of every image [n, 4], over all row groups; see `Reader.measure`."""
     leaf = _find_image_leaf(reader, _list_leaves(reader, footer))
-    ranges = [np.zeros((0, 2), np.int64)]
+    ranges = [np.zeros((0, 4), np.int64)]
     for group in _select_structs(footer.get(4)):
         chunks = [chunk.get(3) for chunk in _select_structs(group.get(1)) if 1 not in chunk]  # 1: in another file
         chunk = next((c for c in chunks if isinstance(c, dict) and c.get(3) == list(leaf.path)), None)
@@ -141,8 +154,9 @@ def _locate_images(reader: Reader, footer: Struct) -> NDArray[np.int64]:
             raise _make_rewrite_error(reader.path, f"compresses its column of images ({CODECS.get(codec, codec)})")
         if thrift.get_number(chunk, 11):
             raise _make_rewrite_error(reader.path, "keeps images in a dictionary")
-        values = list(iterate_values(reader, start, start + length, count, leaf.level))
-        ranges.append(np.array(values, np.int64).reshape(-1, 2))
+        values = iterate_values(reader, start, start + length, count, leaf.level)
+        rows = [(at, size, *reader.measure(at, size)) for at, size in values]
+        ranges.append(np.array(rows, np.int64).reshape(-1, 4))
     return np.concatenate(ranges)
 
 

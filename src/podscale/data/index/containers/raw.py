@@ -14,7 +14,8 @@ from typing import IO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from podscale.data.index.containers.container import MAX_CLASS_LIST_BYTES, list_visible, parse_class_names
+from podscale.data.index.containers.container import MAX_CLASS_LIST_BYTES, parse_class_names
+from podscale.data.index.containers.entries import list_visible
 from podscale.data.index.table import SPLITS
 from podscale.errors import UserError
 from podscale.storage.files import open_regular, read_text

@@ -13,11 +13,12 @@ import json
 import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from podscale.data.index.containers.container import ContainerSamples, Format, Listing, Reader, find_shards
+from podscale.data.index.containers.entries import Folder
+from podscale.data.index.containers.sources import BucketContainer
 from podscale.data.index.table import Strings
 from podscale.errors import UserError
 
@@ -30,7 +31,7 @@ MAX_NAME_BYTES = 2**16
 MAX_LABEL_BYTES = 2**20
 
 
-def find(root: Path) -> Listing:
+def find(root: Folder) -> Listing:
     """List the shards: uncompressed tar files."""
     return find_shards(root, lambda name: name.endswith((".tar", *COMPRESSED)), LAYOUT)
 
@@ -43,10 +44,11 @@ class _KeyMembers:
     label: int | str | None = None
 
 
-def scan(path: str) -> ContainerSamples:
+def scan(path: str | BucketContainer) -> ContainerSamples:
     """Return the samples of a shard, in the order of their images."""
-    if path.endswith(COMPRESSED):
+    if str(path).endswith(COMPRESSED):
         raise UserError(f"{path} is compressed; samples are read in place, so unpack it to a plain .tar first")
+    sizes: dict[int, tuple[int, int]] = {}  # by offset
     with Reader(path) as reader:
         keys: dict[str, _KeyMembers] = {}
         for name, kind, offset, length in iterate_members(reader):
@@ -57,6 +59,7 @@ def scan(path: str) -> ContainerSamples:
             key = keys.setdefault(_split_key(name)[0], _KeyMembers())
             if extension in IMAGE_EXTENSIONS:
                 key.images.append((name, offset, length))
+                sizes[offset] = reader.measure(offset, length)
             elif _split_key(name)[1] == extension:
                 label = _read_label(reader, name, extension, offset, length)
                 key.label = label if key.label is None else key.label
@@ -73,7 +76,9 @@ def scan(path: str) -> ContainerSamples:
         number_of = {name: number for number, name in enumerate(class_names)}
         labels = tuple(number_of[label] for label in labels)
     columns = np.array([offsets, lengths, labels], np.int64)
-    return ContainerSamples(columns[0], columns[1], columns[2], Strings.from_names(names), class_names)
+    measured = np.array([sizes[offset] for offset in offsets], np.int32) if reader.has_measured else None
+    strings = Strings.from_names(names)
+    return ContainerSamples(columns[0], columns[1], columns[2], strings, class_names, sizes=measured)
 
 
 def _split_key(name: str) -> tuple[str, str]:

@@ -8,11 +8,12 @@ are not used; sizes come from the images' own headers.
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
 from podscale.data.index.containers.container import ContainerSamples, Format, Listing, Reader, find_shards
+from podscale.data.index.containers.entries import Folder
+from podscale.data.index.containers.sources import BucketContainer
 from podscale.errors import UserError
 
 LAYOUT = "train-00000-of-01024 and so on, and validation-*, val-* or test-*, or folders of these names"
@@ -24,25 +25,28 @@ _SHARD = re.compile(r"-\d+-of-\d+$|\.tfrecords?$|\.tfrecords?-\d+-of-\d+$")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
-def find(root: Path) -> Listing:
+def find(root: Folder) -> Listing:
     """List the shards: uncompressed record files."""
     return find_shards(root, lambda name: _SHARD.search(name) is not None, LAYOUT)
 
 
-def scan(path: str) -> ContainerSamples:
+def scan(path: str | BucketContainer) -> ContainerSamples:
     """Return the samples of a shard, in order."""
     rows: list[tuple[int, int, int]] = []
     label_names: dict[int, str] = {}
+    sizes: list[tuple[int, int]] = []
     with Reader(path) as reader:
         for start, end in iterate_records(reader):
             offset, length, label, name = _parse_example(reader, start, end)
             rows.append((offset, length, label))
+            sizes.append(reader.measure(offset, length))
             if name and label not in label_names:
                 label_names[label] = name
     if not rows:
         raise UserError(f"{path} holds no records; write it again or remove it")
     offsets, lengths, labels = np.array(rows, np.int64).T
-    return ContainerSamples(offsets, lengths, labels, label_names=label_names)
+    measured = np.array(sizes, np.int32) if reader.has_measured else None
+    return ContainerSamples(offsets, lengths, labels, label_names=label_names, sizes=measured)
 
 
 # --- framing -------------------------------------------------------------------------------------------------------
