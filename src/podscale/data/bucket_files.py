@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from podscale.data.disk_cache import DiskCache, open_disk_cache
 from podscale.data.files import Files
 from podscale.data.index.containers.container import Reader
 from podscale.data.index.containers.sources import BucketContainer
@@ -62,6 +63,7 @@ class BucketFiles(Files):
         super().__init__(str(split.root), table, packed, max_image_bytes)
         self.split, self.store = split, split.root.store
         self.window: Any = None  # samples that are fetched ahead; see `podscale.data.fetch`
+        self._cache: DiskCache | None = None
 
     def select(self, samples: NDArray[np.integer]) -> "BucketFiles":
         etags = self.split.etags if self.packed else self.split.etags.select(samples)
@@ -79,9 +81,18 @@ class BucketFiles(Files):
     def locate_bytes(self, samples: NDArray[np.integer]) -> tuple[list[Any], NDArray[np.int64], NDArray[np.int64]]:
         """Return each sample's source (memory, or the descriptor of a file in the disk cache), offset and length."""
         numbers, lengths = samples.tolist(), self.table.lengths[samples]
-        if self.window is not None:
-            return self.window.locate(numbers, lengths)
+        window = self.window
+        if window is not None:
+            return window.locate(numbers, lengths)
         return self.fetch_all(numbers), np.zeros(len(numbers), np.int64), lengths
+
+    def open_cache(self) -> DiskCache | None:
+        """Return the disk cache of these samples; None if there is to be none."""
+        if self._cache is None:
+            self._cache = open_disk_cache(
+                self.split.fingerprint, self.split.name, self.split.numbers, self.table.lengths
+            )
+        return self._cache
 
     def locate_range(self, sample: int) -> ByteRange:
         """Return where a sample is in the bucket."""

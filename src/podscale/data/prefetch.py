@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from podscale.data import crop
 from podscale.data.bad_images import BadImages
+from podscale.data.bucket_files import BucketFiles
+from podscale.data.fetch import FetchAhead
 from podscale.data.index.dataset import Index
 from podscale.data.staging import Staging
 from podscale.processes.host import count_usable_cores
@@ -125,17 +127,25 @@ def _produce(queue: _BatchQueue, requests: Sequence[Request_contra], maker: Batc
     staging = Staging(maker.device)
     executor = ThreadPoolExecutor(CONCURRENT_BATCHES, "podscale-batch")
     in_progress: deque[Future[Batch]] = deque()
+    fetch: FetchAhead | None = None
+
+    def finish_oldest() -> None:
+        queue.put(in_progress.popleft().result())
+        if fetch is not None:
+            fetch.finish_batch()
+
     try:
+        fetch = _fetch_ahead(requests, maker)
         for i, request in enumerate(requests):
             if not queue.wait_for_space(len(in_progress)):
                 break
-            for later in requests[i + 1 : i + 2]:
+            for later in requests[i + 1 : i + 2] if fetch is None else ():
                 queue.pool.submit(crop.read_ahead, maker.index, maker.list_samples(later))
             in_progress.append(executor.submit(maker.make, request, queue.pool, staging))
             if len(in_progress) == CONCURRENT_BATCHES:
-                queue.put(in_progress.popleft().result())
+                finish_oldest()
         while in_progress:
-            queue.put(in_progress.popleft().result())
+            finish_oldest()
         queue.finish()
     except BaseException as error:  # of any kind: the consumer raises it
         queue.finish(error)
@@ -143,7 +153,19 @@ def _produce(queue: _BatchQueue, requests: Sequence[Request_contra], maker: Batc
         queue.pool.shutdown(wait=False, cancel_futures=True)  # after an error, the batch beside it is of no use
         executor.shutdown()
         queue.pool.shutdown()
+        if fetch is not None:
+            fetch.close()
         staging.close()
+
+
+def _fetch_ahead(requests: Sequence[Any], maker: BatchMaker) -> FetchAhead | None:
+    """Start to fetch the samples of all requests from their bucket; None if they are on disk or in memory."""
+    index = maker.index
+    if not isinstance(index.files, BucketFiles):
+        return None
+    lists = (maker.list_samples(request) for request in requests)
+    needed = lists if index.cache is None else (index.cache.find_missing(samples) for samples in lists)
+    return FetchAhead(index.files, needed)
 
 
 _open_batches: "weakref.WeakSet[Batches]" = weakref.WeakSet()

@@ -160,6 +160,22 @@ def broadcast_arrays(tree: PyTree) -> PyTree:
     return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
 
+def share_bytes(make: Callable[[], bytes]) -> bytes:
+    """Call `make` in the main process, and return in all processes what it returned there.
+
+    Raises:
+        UserError: in all processes, if `make` raised a UserError or an OSError.
+    """
+    made: list[bytes] = []
+    run_on_main_process(lambda: made.append(make()))
+    if jax.process_count() == 1:
+        return made[0]
+    size = np.array([len(made[0]) if made else 0], np.int64).view(np.int32)  # JAX has no numbers of 64 bits
+    length = int(np.asarray(multihost_utils.broadcast_one_to_all(size)).view(np.int64)[0])
+    data = np.frombuffer(made[0], np.uint8) if made else np.zeros(length, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()
+
+
 def run_on_main_process(work: Callable[[], object]) -> None:
     """Run `work` in the main process; all processes wait for it.
 

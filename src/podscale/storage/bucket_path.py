@@ -1,12 +1,15 @@
 """Paths in buckets, with as much of pathlib's interface as finding a data set takes. Listings are asked for once.
 
 A path and all paths derived from it see one state of the bucket: that of the moment when each folder was first listed.
+A store that fails is a `StorageError`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from podscale.errors import StorageError
 from podscale.storage.locations import Location
 from podscale.storage.store import FolderListing, ObjectInfo, Store
 
@@ -45,7 +48,8 @@ class BucketPath:
     def list(self) -> FolderListing:
         """Return the entries of this folder; none if there is no such folder."""
         if self.key not in self.listings:
-            self.listings[self.key] = self.store.list_folder(self.key)
+            with explain_store_errors():
+                self.listings[self.key] = self.store.list_folder(self.key)
         return self.listings[self.key]
 
     def list_many(self, names: Sequence[str]) -> None:
@@ -65,16 +69,23 @@ class BucketPath:
         return bool(self.key) and any(info.key == self.key for info in self.parent.list().objects)
 
     def stat(self) -> ObjectInfo:
-        """Return the object's size and ETag, as its folder's listing had them.
-
-        Raises:
-            FileNotFoundError: it was not listed.
-        """
+        """Return the object's size and ETag, as its folder's listing had them."""
         for info in self.parent.list().objects:
             if info.key == self.key:
                 return info
-        return self.store.stat(self.key)
+        with explain_store_errors():
+            return self.store.stat(self.key)
 
     def read(self) -> memoryview:
         """Return the object's bytes, if it is still the one that was listed."""
-        return self.store.read(self.key, self.stat().etag)
+        with explain_store_errors():
+            return self.store.read(self.key, self.stat().etag)
+
+
+@contextmanager
+def explain_store_errors() -> Iterator[None]:
+    """Turn an error of a store into a `StorageError`: no image and no shard is to blame."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error

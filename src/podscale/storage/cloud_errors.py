@@ -51,6 +51,11 @@ def _explain_failure(text: str, where: Location) -> OSError:
     status = _STATUS.search(text)
     code = int(status[1][:3]) if status else 0
     answer = f"the store answers {status[1].strip()}" if status else "the store does not answer"
+    if code in (401, 403):
+        return PermissionError(errno.EACCES, _explain_refusal(text, where), str(where))
+    if code == 404:
+        what = "there is no such bucket" if "NoSuchBucket" in text else "there is no such object"
+        return FileNotFoundError(errno.ENOENT, what, str(where))
     if code in (301, 307):
         return OSError(errno.EINVAL, "the bucket is in another region; set AWS_REGION", str(where))
     if code and code < 500 and code not in (408, 429):

@@ -59,7 +59,7 @@ def prepare(
         model: a flax.nnx module instead of the recipe's own.
         progress: called while the data set is indexed.
     """
-    data = open_index(recipe.data, progress)
+    data = open_index(recipe.data, progress, group.share_bytes)
     check_classes(data, recipe.data)
     start_clock.mark("index")
     digests = {"recipe": recipe.digest(), "data": data.digest()}

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from podscale.data.index.containers.container import CLASSES_FILE, Listing
-from podscale.data.index.containers.entries import Folder, explain_store_errors
+from podscale.data.index.containers.entries import Folder
 from podscale.data.index.table import SPLITS, Strings, Table, Tables, format_tables, parse_tables
 from podscale.errors import UserError
-from podscale.storage.bucket_path import LISTING_THREADS, BucketPath
+from podscale.storage.bucket_path import LISTING_THREADS, BucketPath, explain_store_errors
 from podscale.storage.locations import parse_location
 from podscale.storage.open import open_store
 from podscale.storage.store import FolderListing, ObjectInfo

@@ -24,7 +24,7 @@ from podscale.data.index import table as tables
 from podscale.data.index.bucket_index import INDEX_FILE, JOURNAL_FILE, BucketIndex, Share, list_etags
 from podscale.data.index.containers import folder, parquet, tar, tfrecord
 from podscale.data.index.containers.container import ContainerSamples, Format, Listing, resolve_labels
-from podscale.data.index.containers.entries import Folder, explain_store_errors, list_visible, read_file_text
+from podscale.data.index.containers.entries import Folder, list_visible, read_file_text
 from podscale.data.index.containers.sources import BucketContainer
 from podscale.data.index.table import SPLITS, Strings, Table, Tables
 from podscale.data.limits import MAX_IMAGE_BYTES
@@ -276,8 +276,7 @@ def _load_stored_tables(kind: str, listing: Listing) -> Tables | None:
 def _load_tables(path: Folder) -> Tables | None:
     if not isinstance(path, BucketPath):
         return tables.load_tables(path)
-    with explain_store_errors():
-        return tables.parse_tables(path.read()) if path.is_file() else None
+    return tables.parse_tables(path.read()) if path.is_file() else None
 
 
 def _get_cache_path(kind: str, root: Folder) -> Path:

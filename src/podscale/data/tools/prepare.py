@@ -34,6 +34,8 @@ from podscale.config.json_types import JsonObject
 from podscale.data import decode
 from podscale.data.files import Files, Progress
 from podscale.data.index import catalog, table
+from podscale.data.index.bucket_index import open_folder
+from podscale.data.index.containers.entries import Folder
 from podscale.data.index.dataset import Index, Splits, open_index
 from podscale.data.index.table import SPLITS
 from podscale.data.tools.shards import (
@@ -93,9 +95,10 @@ def prepare_data_set(
     """
     require_local(folder, "DST")
     start = time.monotonic()
-    source_folder, target_folder = Path(source), Path(folder)
+    source_folder, target_folder = open_folder(os.fspath(source), "the data set"), Path(folder)
     kind = catalog.detect_kind(source_folder, kind)
-    check_disjoint(source_folder, target_folder)
+    if isinstance(source_folder, Path):
+        check_disjoint(source_folder, target_folder)
     Target.open(target_folder, settings)  # a scan may take minutes: refuse before it
     data = replace_fields(
         recipe.Data(shrink=settings.longest or 0, max_image_mib=max_image_mib),
@@ -260,7 +263,7 @@ def _compute_digest(splits: Splits) -> str:
     return digest.hexdigest()
 
 
-def _check_unchanged(splits: Splits, target: Target, source: Path) -> None:
+def _check_unchanged(splits: Splits, target: Target, source: Folder) -> None:
     """Refuse shards in which a sample's label or size differs from the source."""
     stored = table.load_tables(target.folder / catalog.INDEX_FILE)
     pairs = [] if stored is None else [(getattr(stored, split), getattr(splits, split)) for split in SPLITS]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from podscale.errors import StorageError, UserError
+from podscale.errors import UserError
 from podscale.storage.bucket_path import BucketPath
 from podscale.storage.files import describe_kind, read_text
 
@@ -46,8 +46,7 @@ def list_visible(folder: Folder) -> list[Entry]:
 def list_entries(folder: Folder) -> list[Entry]:
     """Return all entries of a folder."""
     if isinstance(folder, BucketPath):
-        with explain_store_errors():
-            listing = folder.list()
+        listing = folder.list()
         names = [(name, True) for name in listing.folders]
         names += [(info.key.rpartition("/")[2], False) for info in listing.objects]
         return [_BucketEntry(name, f"{folder}/{name}", is_folder) for name, is_folder in names]
@@ -61,8 +60,7 @@ def list_entries(folder: Folder) -> list[Entry]:
 def list_ahead(folder: Folder, names: list[str]) -> None:
     """List folders in a folder of a bucket, many at once, because each will be asked for; on disk this does nothing."""
     if isinstance(folder, BucketPath):
-        with explain_store_errors():
-            folder.list_many(names)
+        folder.list_many(names)
 
 
 def is_file(entry: Entry) -> bool:
@@ -96,8 +94,7 @@ def describe_entry(entry: Entry) -> str:
 def stat_file(path: Folder) -> tuple[int, int | str]:
     """Return a file's size in bytes and its modification time in nanoseconds, or the ETag of an object in a bucket."""
     if isinstance(path, BucketPath):
-        with explain_store_errors():
-            info = path.stat()
+        info = path.stat()
         return info.size, info.etag
     try:
         result = path.stat()
@@ -126,14 +123,3 @@ def read_file_text(path: Folder, max_bytes: int) -> str:
     if path.stat().size > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
     return path.read().tobytes().decode("utf-8")
-
-
-class explain_store_errors:  # noqa: N801 - used like a function
-    """A block in which an error of a store becomes a `StorageError`: no image and no shard is to blame."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error

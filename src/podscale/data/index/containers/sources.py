@@ -4,10 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Protocol
 
-from podscale.data.index.containers.entries import explain_store_errors
 from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import UserError
-from podscale.storage.bucket_path import BucketPath
+from podscale.storage.bucket_path import BucketPath, explain_store_errors
 from podscale.storage.files import open_descriptor
 from podscale.storage.store import ObjectInfo
 
@@ -85,8 +84,7 @@ class BucketSource:
 
     def __init__(self, container: BucketContainer) -> None:
         self._path, self.measures = container.path, container.max_image_bytes
-        with explain_store_errors():
-            info = container.info or self._path.stat()
+        info = container.info or self._path.stat()
         self.size, self._etag = info.size, info.etag
         self._page, self._end = self.MIN_PAGE, -self.NEAR
 

@@ -1,0 +1,244 @@
+"""Cache on local disk of samples from a bucket, shared by the processes of a host and kept over restarts.
+
+It is in the user's cache folder, in a folder per state of a data set, named by its ETags. A process appends what it
+fetches to a file of its own (`SPLIT-TOKEN.pack`) and then an entry to another (`SPLIT-TOKEN.entries`); it reads the
+files of all. An entry is used only if its bytes are all there and their CRC-32 is right, which is checked once per
+process, so a killed process or a damaged disk costs a request and never a pixel.
+
+All data sets together take at most half of the disk space that would be free without them, or $PODSCALE_DISK_CACHE_GIB
+(0: no cache). Folders of other data sets that no process uses are removed first, the oldest first. Within a data set
+nothing is evicted: a pass visits each sample once, so an evicted sample would be needed as soon as any that stayed.
+"""
+
+import fcntl
+import os
+import shutil
+import threading
+import uuid
+import weakref
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podscale.errors import UserError
+from podscale.storage.files import open_descriptor
+from podscale.storage.user_cache import get_user_cache, make_private_folder
+
+LIMIT_VARIABLE = "PODSCALE_DISK_CACHE_GIB"
+FREE_SHARE = 0.5
+MAX_QUEUED_BYTES = 2**26  # that wait to be written; while the disk is slower than the bucket, some are not cached
+BYTES_PER_CHECK = 2**26  # written between two looks at how much space all processes take
+ENTRY = np.dtype([("sample", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("crc", "<u4"), ("check", "<u4")])
+
+
+class DiskCache:
+    """The cached samples of one split.
+
+    Args:
+        folder: of the data set.
+        split: its name.
+        numbers: of each sample in the whole split: a part of it has the same cache.
+        lengths: bytes of each sample.
+        limit: bytes that all data sets together may take.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, numbers: NDArray[np.int64], lengths: NDArray[np.int64], limit: int
+    ) -> None:
+        self._folder, self._split, self._limit = folder, split, limit
+        self._numbers, self._lengths = numbers, lengths
+        make_private_folder(folder)
+        self._descriptors: list[int] = []
+        # Not at exit: threads may still read when the process ends.
+        weakref.finalize(self, _close_all, self._descriptors).atexit = False
+        self._descriptors.append(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fcntl.flock(self._descriptors[0], fcntl.LOCK_SH)  # in use: not to be removed
+        os.utime(folder)
+        self._packs: list[int] = []  # descriptors
+        n = len(lengths)
+        self._pack, self._offsets = np.full(n, -1, np.int32), np.zeros(n, np.int64)
+        self._crcs, self._is_verified = np.zeros(n, np.uint32), np.zeros(n, bool)
+        for path in sorted(folder.glob(f"{split}-*.entries")):
+            self._load(path)
+        self._own: _PackWriter | None = None
+        self._used = _measure_used(folder.parent)
+        self._is_full = False
+        self._queued_bytes, self._lock = 0, threading.Lock()
+
+    def find(self, sample: int) -> tuple[int, int] | None:
+        """Return the descriptor of the file that holds a sample, and its offset there; None if it is not cached."""
+        if self._pack[sample] < 0:
+            return None
+        descriptor, offset = self._packs[self._pack[sample]], int(self._offsets[sample])
+        if not self._is_verified[sample]:
+            try:
+                data = os.pread(descriptor, int(self._lengths[sample]), offset)
+            except OSError:
+                data = b""
+            if len(data) != self._lengths[sample] or zlib.crc32(data) != self._crcs[sample]:
+                self._pack[sample] = -1
+                return None
+            self._is_verified[sample] = True
+        return descriptor, offset
+
+    def count(self) -> int:
+        """Return the number of cached samples."""
+        return int((self._pack >= 0).sum())
+
+    def reserve(self, sample: int, size: int) -> bool:
+        """Return whether a sample shall be written, by a call of `write`; not if too many bytes wait for that."""
+        with self._lock:
+            if self._is_full or self._pack[sample] >= 0 or self._queued_bytes + size > MAX_QUEUED_BYTES:
+                return False
+            self._queued_bytes += size
+            return True
+
+    def write(self, sample: int, data: memoryview) -> None:
+        """Write a sample that `reserve` was called for; one thread at a time. A full disk ends the caching, no more."""
+        try:
+            self._write(sample, data)
+        except OSError:
+            self._is_full = True
+        with self._lock:
+            self._queued_bytes -= len(data)
+
+    def _write(self, sample: int, data: memoryview) -> None:
+        if self._is_full or self._pack[sample] >= 0:
+            return
+        if self._own is None:
+            self._own = _PackWriter(self._folder, self._split)
+            self._packs.append(self._own.descriptor)
+            self._descriptors += [self._own.descriptor, self._own.entries]
+        if self._own.unchecked > BYTES_PER_CHECK:
+            self._used, self._own.unchecked = _measure_used(self._folder.parent), 0
+        if self._used + self._own.unchecked + len(data) > self._limit:
+            self._is_full = True
+            return
+        self._offsets[sample] = self._own.append(int(self._numbers[sample]), data)
+        self._is_verified[sample] = True
+        self._pack[sample] = self._packs.index(self._own.descriptor)
+
+    def _load(self, path: Path) -> None:
+        """Take up the entries of a file that are whole and lie within its pack."""
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+            descriptor = open_descriptor(path.with_suffix(".pack"))
+        except OSError:
+            return
+        entries = np.frombuffer(content[: len(content) // ENTRY.itemsize * ENTRY.itemsize], ENTRY)
+        entries = entries[entries["check"] == _compute_check(entries)]
+        order = np.argsort(self._numbers, kind="stable")
+        at = np.minimum(np.searchsorted(self._numbers, entries["sample"], sorter=order), len(order) - 1)
+        samples = order[at]
+        is_whole = (self._numbers[samples] == entries["sample"]) & (entries["length"] == self._lengths[samples])
+        ends = entries["offset"] + entries["length"]
+        is_whole &= (entries["offset"] >= 0) & (ends <= os.fstat(descriptor).st_size)
+        samples, entries = samples[is_whole], entries[is_whole]
+        self._packs.append(descriptor)
+        self._descriptors.append(descriptor)
+        self._pack[samples] = len(self._packs) - 1
+        self._offsets[samples], self._crcs[samples] = entries["offset"], entries["crc"]
+
+
+class _PackWriter:
+    """The pack that this process appends to."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        path = folder / f"{split}-{uuid.uuid4().hex}.pack"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self.descriptor = os.open(path, flags, 0o600)
+        self.entries = os.open(path.with_suffix(".entries"), flags | os.O_APPEND, 0o600)
+        self._end = self.unchecked = 0
+
+    def append(self, sample: int, data: memoryview) -> int:
+        """Write a sample, then its entry; return its offset."""
+        offset, at = self._end, 0
+        while at < len(data):
+            at += os.pwrite(self.descriptor, data[at:], offset + at)
+        entry = np.zeros(1, ENTRY)
+        entry["sample"], entry["offset"], entry["length"], entry["crc"] = sample, offset, len(data), zlib.crc32(data)
+        entry["check"] = _compute_check(entry)
+        os.write(self.entries, entry.tobytes())
+        self._end += len(data)
+        self.unchecked += len(data)
+        return offset
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _compute_check(entries: NDArray[Any]) -> NDArray[np.uint32]:
+    """Return a number per entry that tells a whole entry from one that was cut off or overwritten."""
+    mixed = np.zeros(len(entries), np.uint64)
+    for name in ("sample", "offset", "length", "crc"):
+        mixed = (mixed ^ entries[name].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed >> np.uint64(32)).astype(np.uint32)
+
+
+def open_disk_cache(
+    fingerprint: str, split: str, numbers: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> DiskCache | None:
+    """Return the cache of a split of a data set; None where there is to be none, or can be none.
+
+    Args:
+        fingerprint: of the data set's state.
+        split: its name.
+        numbers: of the samples in the whole split.
+        lengths: bytes of each sample.
+
+    Raises:
+        UserError: $PODSCALE_DISK_CACHE_GIB is no number.
+    """
+    base = get_user_cache("data")
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        limit = _choose_limit(base)
+        if not limit:
+            return None
+        _remove_unused(base, fingerprint[:32], limit - int(lengths.sum()))
+        return DiskCache(base / fingerprint[:32], split, numbers, lengths, limit)
+    except OSError:  # no disk to write to
+        return None
+
+
+def _choose_limit(base: Path) -> int:
+    text = os.environ.get(LIMIT_VARIABLE, "")
+    if not text:
+        return int(FREE_SHARE * (shutil.disk_usage(base).free + _measure_used(base)))
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < 2**30:
+        raise UserError(f"{LIMIT_VARIABLE} is {text}; it must be a number of GiB, or 0 for no cache")
+    return int(limit * 2**30)
+
+
+def _measure_used(base: Path) -> int:
+    """Return the bytes that the packs of all data sets take."""
+    total = 0
+    for path in base.glob("*/*.pack"):
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
+
+
+def _remove_unused(base: Path, keep: str, target: int) -> None:
+    """Remove other data sets that no process uses, the oldest first, until no more than `target` bytes are taken."""
+    folders = [path for path in base.iterdir() if path.name != keep and (path / "lock").is_file()]
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
+        if _measure_used(base) <= target:
+            return
+        with (folder / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)

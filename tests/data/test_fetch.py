@@ -1,0 +1,209 @@
+"""Samples fetched from a bucket ahead of time: batches are those from disk, bit for bit, under faults, too."""
+
+import os
+import tarfile
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import photos, writers
+from support.buckets import upload_folder
+from support.faulty_proxy import Fault, FaultyProxy
+from support.loader_threads import no_loader_thread_left  # noqa: F401 (a fixture)
+from support.prepared import open_data_set
+
+from podscale.config.options import Options
+from podscale.data import fetch
+from podscale.data.disk_cache import LIMIT_VARIABLE, DiskCache
+from podscale.data.loader import load_eval_batches, load_train_batches
+from podscale.errors import StorageError
+from podscale.plan import Counts, make_plan
+from podscale.pod import Pod
+from podscale.recipe import Recipe, override_recipe
+from podscale.storage.open import open_store
+
+IMAGES, BATCH, STEPS = 24, 8, 12  # four passes
+
+pytestmark = pytest.mark.usefixtures("no_loader_thread_left")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Tars of JPEGs of natural proportions, and some images that the native decoder leaves to the reference."""
+    root = tmp_path_factory.mktemp("photos")
+    for number, split in enumerate(("train", "val")):
+        for i in range(IMAGES):
+            extension = "png" if i % 7 == 3 else "jpg"
+            photos.save_image(root / "files" / split / f"{i}.{extension}", 100 * number + i, 60 + 3 * i, 90 - 2 * i)
+        for shard in range(2):
+            with tarfile.open(root / f"{split}-{shard}.tar", "w") as tar:
+                for path in sorted((root / "files" / split).iterdir())[shard::2]:
+                    writers.add_member(tar, f"{'ab'[int(path.stem) % 2]}/{path.name}", path.read_bytes())
+    return root
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "podscale" / "data"
+
+
+@pytest.fixture
+def proxy(s3_server, bucket, root, own_cache, monkeypatch):
+    for path in root.glob("*.tar"):
+        upload_file(s3_server, bucket, path)
+    with FaultyProxy(s3_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
+        yield proxy
+
+
+def upload_file(s3_server, bucket, path):
+    open_store(f"s3://{bucket}").write(path.name, path.read_bytes())
+
+
+def make_batches(splits, *, steps=STEPS, devices=2):
+    """Return the images and labels of a short training and of an evaluation."""
+    changes = {"data.image_size": 16, "data.lanes": 1, "batch.size": BATCH, "batch.span": 4}
+    recipe = override_recipe(Recipe(), changes)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("devices",))
+    pod = Pod("cpu", 1, devices, devices=tuple(jax.devices()[:devices]))
+    plan = make_plan(recipe, pod, Counts(len(splits.train), len(splits.val), 2), Options(steps_per_call=1))
+    ranges = [range(step, step + 1) for step in range(steps)]
+    sharding = NamedSharding(mesh, P(None, None, "devices"))
+    with load_train_batches(splits.train, plan, ranges, sharding) as batches:
+        result = [np.asarray(array) for batch in batches for array in (batch.images, batch.labels)]
+    with load_eval_batches(splits.val, recipe, NamedSharding(mesh, P("devices")), 5) as batches:
+        result += [np.asarray(array) for batch in batches for array in (batch.images, batch.labels)]
+    return result
+
+
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_batches_from_a_bucket_are_those_from_disk(root, bucket, proxy):
+    theirs = make_batches(open_data_set(root))
+    assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
+
+
+def test_a_second_pass_and_a_restart_ask_the_bucket_for_nothing(root, bucket, proxy, own_cache):
+    first = make_batches(open_data_set(f"s3://{bucket}"), steps=3)  # one pass
+    splits = open_data_set(f"s3://{bucket}")
+    before = proxy.count("GET")
+    assert_same(make_batches(splits)[: 2 * 3], first[: 2 * 3])
+    assert proxy.count("GET") == before
+    assert len(list(own_cache.glob("*/train-*.pack"))) == 1
+
+
+def test_a_damaged_cache_is_noticed_and_fetched_again(root, bucket, proxy, own_cache):
+    theirs = make_batches(open_data_set(root))
+    make_batches(open_data_set(f"s3://{bucket}"))
+    (pack,) = own_cache.glob("*/train-*.pack")
+    with pack.open("r+b") as file:
+        file.seek(500)
+        file.write(bytes(3000))
+        file.truncate(pack.stat().st_size - 100)
+    (entries,) = own_cache.glob("*/val-*.entries")
+    entries.write_bytes(os.urandom(333) + entries.read_bytes()[333:])
+    before = proxy.count("GET")
+    assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
+    assert 0 < proxy.count("GET") - before < 2 * IMAGES
+
+
+def test_a_limited_or_missing_cache_changes_nothing(root, bucket, proxy, own_cache, monkeypatch):
+    theirs = make_batches(open_data_set(root))
+    monkeypatch.setenv(LIMIT_VARIABLE, "0.00001")  # ten kilobytes
+    assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
+    assert 0 < sum(path.stat().st_size for path in own_cache.glob("*/*.pack")) <= 10_738
+    monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    before = proxy.count("GET")
+    assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
+    assert proxy.count("GET") > before
+
+
+def test_the_oldest_data_set_that_nobody_uses_makes_space(tmp_path, own_cache):
+    lengths, numbers = np.array([1000]), np.array([0])
+    for name in ("old", "new"):
+        cache = DiskCache(own_cache / name, "train", numbers, lengths, limit=10_000)
+        assert cache.reserve(0, 1000)
+        cache.write(0, memoryview(bytes(1000)))
+        assert cache.find(0)
+    os.utime(own_cache / "old", (1, 1))
+    del cache
+    from podscale.data.disk_cache import _remove_unused
+
+    _remove_unused(own_cache, "mine", 1500)
+    assert [path.name for path in own_cache.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "status", "status": 429},
+        {"kind": "status", "status": 503},
+        {"kind": "reset"},
+        {"kind": "truncate"},
+        {"kind": "short"},
+        {"kind": "away"},
+    ],
+    ids=lambda fault: " ".join(map(str, fault.values())),
+)
+def test_faults_that_pass_change_no_pixel(root, bucket, proxy, fault):
+    theirs = make_batches(open_data_set(root))
+    splits = open_data_set(f"s3://{bucket}")
+    every_fifth = iter(range(10**6))
+    proxy.inject(Fault(times=-1, method="GET", matches=lambda *_: next(every_fifth) % 5 == 0, **fault))
+    assert_same(make_batches(splits), theirs)
+
+
+def test_a_slow_first_byte_is_asked_for_again(root, bucket, proxy, monkeypatch):
+    monkeypatch.setattr(fetch, "HEDGE_S", 0.2)
+    theirs = make_batches(open_data_set(root))
+    splits = open_data_set(f"s3://{bucket}")
+    slow = proxy.inject(Fault("slow", seconds=3, times=1, method="GET"))
+    assert_same(make_batches(splits), theirs)
+    assert slow.hits == 1
+
+
+def test_an_object_replaced_during_the_run_ends_it_with_a_sentence(root, bucket, proxy):
+    splits = open_data_set(f"s3://{bucket}")
+    open_store(f"s3://{bucket}").write("train-1.tar", (root / "train-0.tar").read_bytes())
+    with pytest.raises(StorageError, match=r"train-1.tar: it was replaced since it was indexed"):
+        make_batches(splits)
+
+
+def test_a_store_that_stays_away_ends_the_run_with_a_sentence(root, bucket, proxy, monkeypatch):
+    monkeypatch.setenv("PODSCALE_STORE_RETRY_S", "0.5")
+    splits = open_data_set(f"s3://{bucket}")
+    proxy.inject(Fault("status", status=503, times=-1))
+    with pytest.raises(StorageError, match="the store answers 503"):
+        make_batches(splits)
+
+
+def test_a_small_window_bounds_memory_and_changes_nothing(root, bucket, proxy, monkeypatch):
+    theirs = make_batches(open_data_set(root))
+    monkeypatch.setattr(fetch, "WINDOW_BYTES", 3000)  # less than one batch, about two images
+    monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
+
+
+def test_neighbours_in_an_object_are_asked_for_at_once(root, bucket, proxy):
+    files = open_data_set(f"s3://{bucket}").train.files
+    spans = fetch.plan_requests(files, range(IMAGES))
+    assert len(spans) == 2  # two shards
+    assert sorted(sample for span in spans for sample in span.samples) == list(range(IMAGES))
+    for span in spans:
+        data = files.fetch_range(span.where)
+        for sample, (first, last) in zip(span.samples, span.bounds, strict=True):
+            assert bytes(data[first:last]) == files.read(sample)
+
+
+def test_a_class_folder_is_fetched_image_by_image(tmp_path, s3_server, bucket, own_cache):
+    root = writers.write_folder(tmp_path / "folder")
+    upload_folder(root, s3_server, bucket)
+    theirs, ours = open_data_set(root, "folder"), open_data_set(f"s3://{bucket}", "folder")
+    assert_same(make_batches(ours, steps=4), make_batches(theirs, steps=4))
