@@ -14,7 +14,6 @@ BUCKET = "s3://bucket/x"
 STUDY = '# podscale study study.toml\nrecipe = "digits"\nseeds = [0]\n[grid]\n"batch.size" = [64]\n'
 COMMANDS = [
     (["train", "digits", "--run", BUCKET], "--run"),
-    (["train", "digits", "--run", "run", "--data.source", "folder", "--data.path", BUCKET], "data.path"),
     (["train", "digits", "--run", "run", "--data.source", "npz", "--data.path", BUCKET], "data.path"),
     (["train", "digits", "--run", "run", "--init", BUCKET], "--init"),
     (["launch", "-n", "1", "--logs", BUCKET, "train", "digits"], "--logs"),
@@ -26,10 +25,7 @@ COMMANDS = [
     (["report", "a", "b", "--to", f"{BUCKET}.html"], "--to"),
     (["study", "study.toml", "--run", BUCKET], "--run"),
     (["plan", "digits", "--pod", "v3:2x2", "--no-compile", "--plot", f"{BUCKET}.svg"], "--plot"),
-    (["data", "index", BUCKET], "the data set"),
-    (["data", "check", BUCKET], "the data set"),
     (["data", "show", "digits", "--to", f"{BUCKET}.png"], "--to"),
-    (["data", "prepare", BUCKET, "prepared"], "the data set"),
     (["data", "prepare", ".", BUCKET], "DST"),
 ]
 
