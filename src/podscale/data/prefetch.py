@@ -158,7 +158,7 @@ def _produce(queue: _BatchQueue, requests: Sequence[Request_contra], maker: Batc
         staging.close()
 
 
-def _fetch_ahead(requests: Sequence[Any], maker: BatchMaker) -> FetchAhead | None:
+def _fetch_ahead(requests: Sequence[Request_contra], maker: BatchMaker[Request_contra]) -> FetchAhead | None:
     """Start to fetch the samples of all requests from their bucket; None if they are on disk or in memory."""
     index = maker.index
     if not isinstance(index.files, BucketFiles):
