@@ -97,6 +97,14 @@ PUBLISHED_MODERN = {
     "vit-s16-imagenet": ("vit_small", 1024, 90, 1e-3, 8, 0.1, 0.0, 112_603),
     "vit-b16-imagenet": ("vit_base", 1024, 300, 1e-3, 5, 0.05, 0.1, 375_342),
     "convnext-t-imagenet": ("convnext_tiny", 4096, 300, 4e-3, 20, 0.05, 0.1, 93_836),
+    "efficientnet-b0-imagenet-4k": ("efficientnet_b0", 4096, 350, 0.016, 5, 1e-5, 0.2, 109_475),
+    "efficientnet-b5-imagenet-65k": ("efficientnet_b5", 65536, 350, 0.081, 43, 1e-5, 0.2, 6_843),
+    "resnet50-imagenet-fast": ("resnet50", 4096, 16, 1.7, 2, 1e-4, 0.0, 5_005),
+}
+RULES = {  # optimizer and decay of those that are not by AdamW with cosine decay
+    "efficientnet-b0-imagenet-4k": ("rmsprop", "exponential"),
+    "efficientnet-b5-imagenet-65k": ("lars", "polynomial"),
+    "resnet50-imagenet-fast": ("sgd", "polynomial"),
 }
 
 
@@ -106,9 +114,11 @@ def test_presets_of_modern_models_have_the_published_settings(name):
     settings = r.model.name, r.batch.size, r.train.epochs, r.schedule.peak, r.schedule.warmup_epochs
     settings += r.optimizer.weight_decay, r.model.drop_path, r.steps(1_281_167)
     assert settings == PUBLISHED_MODERN[name]
-    assert (r.optimizer.name, r.schedule.decay, r.model.precision) == ("adamw", "cosine", "bfloat16")
+    assert (r.optimizer.name, r.schedule.decay) == RULES.get(name, ("adamw", "cosine"))
+    assert r.model.precision == "bfloat16"
     assert (r.data.classes, r.data.train_samples, r.data.val_samples) == (1000, 1_281_167, 50_000)
-    assert "arXiv" in r.doc
+    assert "Published:" in r.doc
+    assert f"podscale train {name} " in r.doc
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -170,8 +180,10 @@ def test_the_digest_depends_on_every_field_and_on_no_comment():
     for field, kind in FIELDS.items():
         section, name = field.split(".")
         now = getattr(getattr(recipe, section), name)
-        value = {"augment.max_aspect": 2.0, "batch.size": 256}.get(field, choose_other(kind, now))
-        seen.add(override_recipe(recipe, {field: value}).digest())
+        valid = {"augment.max_aspect": 2.0, "batch.size": 256, "data.train_sizes": [8, 9], "data.size_epochs": [2]}
+        others = {"data.train_sizes": {"data.size_epochs": [1]}, "data.size_epochs": {"data.train_sizes": [8, 9]}}
+        value = valid.get(field, choose_other(kind, now))
+        seen.add(override_recipe(recipe, {field: value} | others.get(field, {})).digest())
     assert len(seen) == len(FIELDS) + 1
 
 

@@ -22,7 +22,7 @@ from podscale.parallel.inputs import Input, find_input
 from podscale.parallel.strategies import STRATEGIES
 from podscale.parallel.summation import Summation, Transfer
 from podscale.pod import CORE, TILE, Pod
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, describe_sizes, list_size_ranges
 
 HOPPER_CAPABILITY, BOTTLENECK_MODELS = "9.0", ("resnet50", "resnet101", "resnet152")  # that have kernels
 ATTENTION_MODELS = ("vit_tiny", "vit_small", "vit_base")  # cuDNN computes attention in one kernel
@@ -178,7 +178,8 @@ class Plan:
     def calls(self, start: int = 0) -> list[range]:
         """Return step ranges of the compiled calls from `start` on; their ends do not depend on `start`."""
         S = self.steps_per_call
-        boundaries = sorted({0, *range(S, self.steps, S), *self.save_points()})
+        changes = (steps.start for steps, _ in list_size_ranges(self.recipe, self.counts.train))
+        boundaries = sorted({0, *range(S, self.steps, S), *changes, *self.save_points()})
         return [range(max(a, start), b) for a, b in pairwise(boundaries) if b > start]
 
     # --- output ---
@@ -202,7 +203,7 @@ class Plan:
         return [
             ("recipe", f"{self.recipe.name} {self.recipe.digest()}"),
             ("data", f"{self.counts.train:,} train, {self.counts.val:,} val, {self.counts.classes:,} classes"),
-            ("model", f"{self.recipe.model.name}, {self.recipe.data.image_size} px, {self.recipe.model.precision}"),
+            ("model", f"{self.recipe.model.name}, {describe_sizes(self.recipe)}, {self.recipe.model.precision}"),
             *([("frozen", ", ".join(self.recipe.model.freeze))] if self.recipe.model.freeze else []),
             ("pod", f"{p.kind}, {p.shape} torus{cores}{hosts}"),
             ("batch", f"{b.size:,} images, {self.images_per_device} per device{parts}"),

@@ -187,7 +187,7 @@ def describe_values(kind):
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return {float: "list of numbers", str: "list of texts"}[typing.get_args(kind)[0]]
+        return {int: "list of whole numbers", float: "list of numbers", str: "list of texts"}[typing.get_args(kind)[0]]
     return KINDS[kind]
 
 

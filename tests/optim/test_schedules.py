@@ -32,6 +32,11 @@ def test_step_decay_multiplies_at_each_milestone():
     assert_close(compute_rates((0, 5, 10, 29, 30, 59, 60, 100), **settings), [0, 2, 4, 4, 2, 2, 1, 1])
 
 
+def test_exponential_decay_multiplies_again_and_again_counted_from_the_start():
+    settings = {"peak": 4.0, "warmup_epochs": 1.0, "decay": "exponential", "decay_epochs": 2.0, "factor": 0.5}
+    assert_close(compute_rates((0, 5, 10, 19, 20, 39, 40, 100), **settings), [0, 2, 4, 4, 2, 2, 1, 4 / 32])
+
+
 def test_constant_rate_without_warmup():
     assert_close(compute_rates((0, 50, 100), peak=3.0, decay="constant"), [3, 3, 3])
 

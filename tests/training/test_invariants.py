@@ -81,6 +81,7 @@ def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xl
 def train_reference(recipe, steps=STEPS):
     """Do the same with the reference loop; return losses, parameters, statistics and averaged parameters."""
     data, size = open_index(recipe.data), recipe.data.image_size
+    changes = [recipe.steps(len(data.train), epoch) for epoch in recipe.data.size_epochs]
     order = make_order(recipe, data.train.labels)
     net, params, stats = make_functional(registry.build_model(recipe.model, 10, size, recipe.train.seed))
     schedule = schedules.make_schedule(recipe, steps, len(data.train) / recipe.batch.size)
@@ -100,6 +101,8 @@ def train_reference(recipe, steps=STEPS):
 
     gradient = jax.jit(jax.value_and_grad(compute_loss, has_aux=True))
     for at in range(steps):
+        if recipe.data.train_sizes:
+            size = recipe.data.train_sizes[sum(at >= change for change in changes)]
         samples, passes = order.get_samples(at, positions)
         boxes, flips = compute_crop_boxes(
             recipe.augment, recipe.train.seed, passes, samples, data.train.sizes[samples], size

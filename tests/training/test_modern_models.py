@@ -43,6 +43,8 @@ FEATURES = {
         "optimizer.weight_decay": 1e-5,
         "model.remat": True,
         "data.balance": True,
+        "data.train_sizes": [8, 10],
+        "data.size_epochs": [32 / 1437],  # after the first step
         "train.class_weights": [0.5 + 0.1 * i for i in range(10)],
     },
     "convnext": {"model.remat": True, "augment.mixup": 0.0},

@@ -19,7 +19,7 @@ from podscale.errors import UserError
 from podscale.plan import Counts
 from podscale.pod import Pod, make_batch_sharding
 from podscale.processes.group import broadcast_int
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, find_largest_size
 from podscale.training.compilation import compile_eval_step, compile_train_step
 from podscale.training.program import Program
 from podscale.training.setup import resolve
@@ -146,7 +146,7 @@ def _get_counts(recipe: Recipe) -> Counts:
 def _make_batch(program: Program) -> tuple[PyTree, ...]:
     """Return the arguments of one call: random images and labels on the devices, and the number of updates."""
     size, shape, sharding = (
-        program.plan.recipe.data.image_size,
+        find_largest_size(program.plan.recipe),
         program.plan.batch_shape,
         make_batch_sharding(program.mesh, axis=2),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from podscale.errors import UserError
 
 _AT_LEAST_ONE = (
-    "data.image_size data.lanes data.max_image_mib model.width model.patch batch.size batch.span "
+    "data.image_size data.train_sizes data.lanes data.max_image_mib model.width model.patch batch.size batch.span "
     "optimizer.newton_schulz"
 ).split()
 _POSITIVE = (
@@ -16,6 +16,7 @@ _POSITIVE = (
     "data.eval_fraction",
     "schedule.power",
     "schedule.layer_decay",
+    "schedule.decay_epochs",
 )
 _SHARES = (
     "data.eval_fraction data.eval_confidence data.bad_share data.hold_out optimizer.momentum optimizer.rest_momentum "

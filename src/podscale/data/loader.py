@@ -24,7 +24,7 @@ from podscale.data.prefetch import Batch, Batches
 from podscale.data.staging import Staging
 from podscale.parallel.inputs import HOST_FED, PICK_NUMBERS, Input
 from podscale.plan import Plan
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, find_train_size
 
 
 def load_train_batches(
@@ -172,7 +172,7 @@ class _TrainMaker:
     def load_images(self, steps: range, pool: Executor, staging: Staging) -> tuple[jax.Array, jax.Array]:
         """Return cropped images and their labels on the devices."""
         samples, passes = self.get_samples(steps)
-        size, blocks, count = self.recipe.data.image_size, len(samples), len(steps)
+        size, blocks, count = find_train_size(self.recipe, steps.start, len(self.index)), len(samples), len(steps)
         if count > self.blocks.block[0] or samples.shape[2:] != self.blocks.block[1:]:
             raise ValueError(f"steps of {samples.shape[1:]} do not fit a call of {self.blocks.block}")
         images = staging.take((blocks, *self.blocks.block, size, size, 3))
@@ -218,7 +218,7 @@ class _TrainMaker:
         data, seed, bad = self.recipe.data, self.recipe.train.seed, list[tuple[int, str]]()
         samples, sizes = used[pending], self.index.sizes[used[pending]]
         boxes, flips = compute_crop_boxes(
-            self.recipe.augment, seed, passes[pending], samples, sizes, data.image_size, fraction=data.eval_fraction
+            self.recipe.augment, seed, passes[pending], samples, sizes, out.shape[-2], fraction=data.eval_fraction
         )
         is_whole = len(pending) == len(out)
         pixels = out if is_whole else np.empty((len(pending), *out.shape[1:]), np.uint8)

@@ -9,7 +9,7 @@ model's work.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from podscale.models import registry
 from podscale.models.functional import FunctionalModel, Tree, make_functional
 from podscale.models.jaxpr import iterate_equations
 from podscale.parallel.batch_norm import Groups
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, list_size_shares
 
 # How often a training step moves the bytes of each convolution's output to or from memory. It reproduces the TPU
 # compiler's count for ResNet-50, 254 MB an image ("bytes accessed" at 16 and 128 images a core, libtpu 0.0.51).
@@ -51,8 +51,16 @@ def count_work(recipe: Recipe, classes: int) -> Work:
 
 
 def count_model_work(recipe: Recipe, net: FunctionalModel, params: Tree, stats: Tree) -> Work:
-    """Return the work of a model on the recipe's images; `params` and `stats` may be abstract arrays."""
-    size = recipe.data.image_size
+    """Return the work of a model on the recipe's training images, averaged over their sizes; arrays may be abstract."""
+    sizes = list_size_shares(recipe)
+    works = [_count_work_at(recipe, net, params, stats, size) for size, _ in sizes]
+    flops = sum(share * work.flops for work, (_, share) in zip(works, sizes, strict=True))
+    moved = sum(share * work.bytes for work, (_, share) in zip(works, sizes, strict=True))
+    return replace(works[-1], flops=flops, bytes=moved)
+
+
+def _count_work_at(recipe: Recipe, net: FunctionalModel, params: Tree, stats: Tree, size: int) -> Work:
+    """Return the work of a model on images of this size."""
     image = jax.ShapeDtypeStruct((1, size, size, 3), recipe.model.precision)
     traced = jax.make_jaxpr(lambda p, s, x: net.train(p, s, x, Groups()))(params, stats, image)
     products = [

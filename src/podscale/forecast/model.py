@@ -17,6 +17,7 @@ from podscale.forecast.compute import FORWARD, Work, predict_best_rate, predict_
 from podscale.parallel.strategies import STRATEGIES
 from podscale.parallel.summation import PAYLOADS, Load
 from podscale.plan import Plan
+from podscale.recipe import list_size_shares
 
 # Images a second that one core resizes to 224 px: from ImageNet's files, or from pixels in memory (docs/results.md).
 DECODE_RATE, PIXELS_RATE = 1109.0, 9468.0
@@ -156,7 +157,7 @@ def _predict_batch_norm_s(plan: Plan, work: Work) -> float:
 def _predict_input_s(plan: Plan, row: Chip) -> float:
     """Return the seconds that a host's cores need to prepare a step's images."""
     data = plan.recipe.data
-    pixels = data.image_size**2 / REFERENCE_SIZE**2
+    pixels = sum(share * size**2 for size, share in list_size_shares(plan.recipe)) / REFERENCE_SIZE**2
     # A smaller crop makes the resize cheaper, but not most of the decoding.
     cost = pixels / PIXELS_RATE if data.source in IN_MEMORY else max(pixels, 0.25) / DECODE_RATE
     return plan.recipe.batch.size / plan.pod.hosts * cost / _count_host_cores(plan, row)

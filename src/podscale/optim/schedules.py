@@ -44,6 +44,8 @@ def make_schedule(recipe: Recipe, steps: int, steps_per_epoch: float) -> optax.S
                 return settings.end + (peak - settings.end) * (1 - jnp.cos(math.pi * remaining)) / 2
             case "step":
                 return peak * settings.factor ** jnp.sum(step >= milestones, dtype=float)
+            case "exponential":
+                return peak * settings.factor ** jnp.floor(step / (settings.decay_epochs * steps_per_epoch))
             case "constant":
                 return jnp.full_like(step, peak)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from podscale.config.fields import add_choice
 from podscale.config.registry import Registry
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, find_largest_size
 
 PICK_NUMBERS = 4  # sample, left, top, flip
 MAX_STEPS_PER_CALL = 64  # where the input sets no limit: a run that is asked to stop finishes its call first
@@ -97,7 +97,7 @@ class HostFed:
         return ""
 
     def count_bytes(self, recipe: Recipe, samples: int) -> ImageBytes:
-        return ImageBytes(3 * recipe.data.image_size**2, 0)
+        return ImageBytes(3 * find_largest_size(recipe) ** 2, 0)
 
     def choose_steps_per_call(self, recipe: Recipe, devices: int, samples: int) -> int:
         """Return up to 8 updates, with an input of at most `MAX_CALL_BYTES`."""
@@ -132,6 +132,8 @@ class Resident:
             return f"images of data.source {recipe.data.source} are in files; decoded is as far as they can be kept"
         if recipe.augment.crop == "resized":
             return "augment.crop resized needs the host; padded and centre do not"
+        if recipe.data.train_sizes:
+            return "data.train_sizes needs the host, which resizes images"
         if recipe.augment.randaugment:
             return "augment.randaugment needs the host; leave it out"
         return ""

@@ -25,7 +25,7 @@ from podscale.data.order import compute_crop_boxes
 from podscale.errors import UserError
 from podscale.pod import Pod
 from podscale.processes.host import count_usable_cores
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, find_train_size
 from podscale.training.checkpoint import Checkpoints
 from podscale.training.program import Program
 from podscale.training.setup import prepare
@@ -140,7 +140,7 @@ def _decode_images(program: Program, images: int) -> list[str]:
         return []
     order = make_order(recipe, index.labels)
     samples, passes = order.get_samples(np.zeros(count, np.int64), np.arange(count))
-    size, fraction = recipe.data.image_size, recipe.data.eval_fraction
+    size, fraction = find_train_size(recipe, 0, len(index)), recipe.data.eval_fraction
     boxes, flips = compute_crop_boxes(
         recipe.augment, recipe.train.seed, passes, samples, index.sizes[samples], size, fraction=fraction
     )

@@ -12,6 +12,15 @@ from podscale.recipe.files import (
     parse_title,
     read_recipe_file,
 )
+from podscale.recipe.image_sizes import (
+    SizeRange,
+    check_any_size,
+    describe_sizes,
+    find_largest_size,
+    find_train_size,
+    list_size_ranges,
+    list_size_shares,
+)
 from podscale.recipe.recipe import NEW_FIELDS, SECTIONS, Recipe, override_recipe
 from podscale.recipe.sections import Augment, Batch, Data, Model, Optimizer, Schedule, Train
 
@@ -25,8 +34,15 @@ __all__ = [
     "Optimizer",
     "Recipe",
     "Schedule",
+    "SizeRange",
     "Train",
+    "check_any_size",
+    "describe_sizes",
+    "find_largest_size",
+    "find_train_size",
     "list_presets",
+    "list_size_ranges",
+    "list_size_shares",
     "load_recipe",
     "override_recipe",
     "parse_opening_comment",

@@ -7,6 +7,7 @@ import math
 import typing
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from podscale.config.fields import replace_fields
 from podscale.config.json_types import JsonObject
@@ -108,10 +109,10 @@ SECTIONS: dict[str, type] = {
 }
 # Younger than the run folders that digests name: at their defaults they are no part of a digest.
 NEW_FIELDS = (
-    "data.balance data.max_image_mib data.eval_confidence model.activation model.patch model.pooling "
-    "model.positions model.padding model.norm_epsilon model.dropout model.drop_path model.remat "
-    "schedule.layer_decay augment.cutmix augment.cutmix_chance augment.brightness augment.contrast train.loss "
-    "train.class_weights"
+    "data.balance data.train_sizes data.size_epochs data.max_image_mib data.eval_confidence model.activation "
+    "model.patch model.pooling model.positions model.padding model.norm_epsilon model.dropout model.drop_path "
+    "model.remat schedule.decay_epochs schedule.layer_decay augment.cutmix augment.cutmix_chance "
+    "augment.brightness augment.contrast train.loss train.class_weights"
 ).split()
 
 
@@ -160,9 +161,21 @@ def _check(recipe: Recipe) -> None:
     for field in ("mean", "std"):
         if len(getattr(recipe.data, field)) != 3:
             raise UserError(f"data.{field} needs three numbers, one per channel, not {getattr(recipe.data, field)}")
+    _check_sizes(recipe)
     if recipe.data.eval_views not in (1, 2, 6):
         raise UserError(f"data.eval_views must be 1, 2 or 6, not {recipe.data.eval_views}")
     if recipe.augment.alternate and not recipe.augment.flip:
         raise UserError("augment.alternate says how to flip, but augment.flip is false; set it true")
     if recipe.schedule.peak == 0 and (recipe.schedule.bias_peak or recipe.schedule.head_peak):
         raise UserError("schedule.bias_peak and head_peak share the shape of schedule.peak, which must not be 0 then")
+
+
+def _check_sizes(recipe: Recipe) -> None:
+    sizes, epochs = recipe.data.train_sizes, recipe.data.size_epochs
+    if len(epochs) != max(len(sizes) - 1, 0):
+        raise UserError(
+            f"data.size_epochs needs one number less than data.train_sizes, which has {len(sizes)}, not {len(epochs)}"
+        )
+    edges = [0.0, *epochs, recipe.train.epochs]
+    if any(a >= b for a, b in pairwise(edges)):
+        raise UserError(f"data.size_epochs must rise between 0 and train.epochs {recipe.train.epochs}, not {epochs}")

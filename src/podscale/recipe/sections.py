@@ -15,6 +15,10 @@ class Data:
     )
     path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
     image_size: int = _field(8, "side of the square the model sees, in pixels")
+    train_sizes: tuple[int, ...] = _field(
+        (), "sides of training images one after the other; evaluation has image_size; none: training too"
+    )
+    size_epochs: tuple[float, ...] = _field((), "epochs after which training goes on to the next of train_sizes")
     shrink: int = _field(0, "images are first shrunk to at most this many pixels on the longer side; 0: not at all")
     lanes: int = _field(1, "independent shuffles that the data set is split into; a host reads only its own lanes")
     classes: int = _field(0, "number of classes; 0: as found")
@@ -124,11 +128,14 @@ class Schedule:
     layer_decay: float = _field(1.0, "learning rate of a layer as a share of the next layer's; 1: all the same")
     scale_batch: int = _field(0, "linear scaling rule: peak is for this batch size; 0: peak is taken as it is")
     warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
-    decay: Literal["polynomial", "cosine", "step", "constant"] = _field("polynomial", "shape after warm-up")
+    decay: Literal["polynomial", "cosine", "step", "exponential", "constant"] = _field(
+        "polynomial", "shape after warm-up"
+    )
     power: float = _field(2.0, "of polynomial decay")
     end: float = _field(1e-4, "learning rate at the end (polynomial, cosine)")
     milestones: tuple[float, ...] = _field((), "epochs at which step decay multiplies by `factor`")
-    factor: float = _field(0.1, "of step decay")
+    factor: float = _field(0.1, "of step and exponential decay")
+    decay_epochs: float = _field(2.4, "epochs after which exponential decay multiplies by `factor`, again and again")
 
 
 @dataclass(frozen=True)

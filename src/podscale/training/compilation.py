@@ -15,6 +15,7 @@ from podscale import pod as pods
 from podscale.parallel import placement
 from podscale.plan import Plan
 from podscale.processes import heartbeat
+from podscale.recipe import list_size_ranges
 from podscale.runs.folder import Run
 from podscale.training import step as steps
 from podscale.training.program import Program
@@ -37,17 +38,22 @@ def compile_train_step(program: Program, run: Run | None = None, options: Compil
 
     Returns:
         A function (state, images, labels, count) -> (state, metrics); see `step.make_train_call`. It already holds the
-        arrays that stay on the devices.
+        arrays that stay on the devices. It is one program for each size of training images.
     """
     plan, state = program.plan, program.describe_state()
     residents = plan.input.place_residents(program.data.train.images, program.mesh)
-    batch = steps.describe_call_arguments(plan, program.mesh)[:3]
-    compiled = compile_program(make_train_call(program).lower(state, *batch, *residents), plan, run, options)
+    ranges = list_size_ranges(plan.recipe, plan.counts.train)
+    batches = {r.size: steps.describe_call_arguments(plan, program.mesh, r.size)[:3] for r in ranges}
+    lowered = {size: make_train_call(program).lower(state, *batch, *residents) for size, batch in batches.items()}
+    compiled = {size: compile_program(one, plan, run, options) for size, one in lowered.items()}
+    (size, batch), *others = batches.items()
+    if others:
+        return lambda state, images, *more: compiled[images.shape[-2]](state, images, *more)
     if not residents:
-        return compiled
+        return compiled[size]
 
     def call(*arguments: Any) -> Any:
-        return compiled(*arguments, *residents)
+        return compiled[size](*arguments, *residents)
 
     # Run once on zeros: what a device loads at first use is no part of training.
     jax.block_until_ready(call(*zeros_like((state, *batch[:2])), np.int32(1)))

@@ -16,7 +16,7 @@ from podscale.models.functional import FunctionalModel, Tree
 from podscale.models.jaxpr import iterate_equations
 from podscale.parallel.batch_norm import Groups
 from podscale.plan import Memory, Plan
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, find_largest_size
 
 # Bytes alive at the peak per byte of convolution output: the output itself and its normalized copy, kept for the
 # backward pass, and the gradients in flight.
@@ -29,7 +29,7 @@ def estimate_memory(
 ) -> Memory:
     """Return the bytes per device that training the recipe takes; arrays may be abstract."""
     averages = 1 + bool(recipe.optimizer.average)
-    image_bytes = 3 * recipe.data.image_size**2
+    image_bytes = 3 * find_largest_size(recipe) ** 2
     return Memory(
         parameters=_count_bytes(params) * averages
         + _count_bytes(net.split(params)[0])
@@ -46,7 +46,7 @@ def _count_bytes(tree: PyTree) -> int:
 
 def _count_output_bytes(recipe: Recipe, net: FunctionalModel, params: Tree, stats: Tree) -> int:
     """Count the bytes that all convolutions and matrix products of one image's forward pass write."""
-    size = recipe.data.image_size
+    size = find_largest_size(recipe)
     image = jax.ShapeDtypeStruct((1, size, size, 3), recipe.model.precision)
     traced = jax.make_jaxpr(lambda p, s, x: net.train(p, s, x, Groups()))(params, stats, image)
     # A layer that is computed again keeps its output alone, and what is inside the largest of them once.

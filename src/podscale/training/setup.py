@@ -32,7 +32,7 @@ from podscale.parallel.summation import Summation
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, check_any_size
 from podscale.runs.startup import clock as start_clock
 from podscale.training import initial_weights
 from podscale.training.device_input import resident
@@ -83,6 +83,7 @@ def resolve(
     time messages between them.
     """
     model = model or registry.build_model(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
+    _check_sizes(recipe, counts.classes)
     net, params, stats = make_functional(model, recipe.model.freeze)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
     options = resident.resolve_cache(options, recipe, pod, data) if len(data.train) else options
@@ -92,6 +93,18 @@ def resolve(
     memory = estimate_memory(recipe, net, params, stats, optimizer)
     plan = plans.make_plan(recipe, pod, counts, choice.options, memory)
     return Program(plan, net, optimizer, schedule, Weights(*jax.device_get((params, stats))), choice, data)
+
+
+def _check_sizes(recipe: Recipe, classes: int) -> None:
+    """Refuse training images that do not fit the recipe's model."""
+    check_any_size(recipe, ("vit",))
+    if recipe.model.name not in registry.list_models():
+        return
+    for size in recipe.data.train_sizes:
+        try:
+            _describe_model(recipe.override({"data.image_size": size}), classes)
+        except UserError as error:
+            raise UserError(f"data.train_sizes {size}: {error}") from None
 
 
 def describe_program(plan: Plan) -> Program:

@@ -25,7 +25,7 @@ from podscale.parallel import batch_norm
 from podscale.parallel.state_layout import StateLayout
 from podscale.plan import Plan
 from podscale.pod import ALL_AXES, BATCH_AXES, make_batch_sharding
-from podscale.recipe import Recipe
+from podscale.recipe import Recipe, find_largest_size
 from podscale.training import views
 from podscale.training.device_input import augment
 from podscale.training.losses import compute_losses
@@ -161,10 +161,10 @@ def _update_often(
     return lax.fori_loop(turn, count, partial(body, False), lax.fori_loop(0, turn, partial(body, True), carry))
 
 
-def describe_call_arguments(plan: Plan, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the arguments of a train call after the state, as shapes."""
+def describe_call_arguments(plan: Plan, mesh: Mesh, size: int = 0) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the arguments of a train call after the state, as shapes, for images of this size; 0: the largest."""
     everywhere, split = NamedSharding(mesh, P()), make_batch_sharding(mesh, axis=2)
-    image_shape, dtype = plan.input.describe_batch(plan.recipe.data.image_size)
+    image_shape, dtype = plan.input.describe_batch(size or find_largest_size(plan.recipe))
     residents = plan.input.describe_residents(plan.recipe.data.image_size, plan.counts.train)
     return (
         jax.ShapeDtypeStruct((*plan.batch_shape, *image_shape), dtype, sharding=split),
