@@ -7,7 +7,7 @@ from podscale.report.history import select_by_step
 from podscale.report.metrics import describe_baseline
 from podscale.runs.folder import Run
 
-IMBALANCE = 3  # images of the largest class per image of the smallest
+IMBALANCE = 2.5  # images of the largest class per image of the smallest
 MISCALIBRATED = 0.1
 GAP = 0.15  # between training and validation accuracy
 Line = JsonObject

@@ -25,6 +25,7 @@ from podscale.pod import Pod
 from podscale.processes import group
 from podscale.recipe import Recipe
 from podscale.report.counter import show_progress
+from podscale.report.notebook import is_notebook
 from podscale.report.terminal import make_table
 from podscale.runs import environment
 from podscale.runs.events import Callback
@@ -87,7 +88,8 @@ class Request:
     @property
     def console(self) -> Console:
         """Where progress is printed."""
-        return self.settings.console or Console(force_jupyter=False)
+        plain = False if is_notebook() else None  # a kernel says that it is a terminal, but cannot move a cursor
+        return self.settings.console or Console(force_jupyter=False, force_terminal=plain)
 
 
 @dataclass

@@ -40,7 +40,7 @@ from podscale.storage.files import open_regular
 IMAGES_PER_TASK = 16
 DIGEST_BYTES = 16
 MAX_BYTES = 2**31  # of a file that is read
-UNEVEN_RATIO = 3  # times as many images in one class as in another
+UNEVEN_RATIO = 2.5  # times as many images in one class as in another
 _MAGIC_FORMATS = ((b"\xff\xd8", "JPEG"), (b"\x89PNG\r\n\x1a\n", "PNG"), (b"RIFF", "WebP"), (b"P6", "PPM"))
 _EXTENSION_FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WebP", "ppm": "PPM"}
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from podscale.plan import Plan
 from podscale.report.counter import LINE_INTERVAL_S
@@ -81,8 +82,12 @@ class Bar:
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         bar_width = 40 if console.width >= 140 else 12
-        columns = (BarColumn(bar_width), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self._console, self._bar = console, Progress(*columns, console=console)
+        columns = (  # without a minimum, a long text would squeeze out bar and time on a narrow terminal
+            BarColumn(bar_width, table_column=Column(min_width=bar_width)),
+            TimeRemainingColumn(table_column=Column(min_width=len("0:00:00"))),
+            TextColumn("left  {task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        )
+        self._console, self._bar = console, Progress(*columns, console=console, expand=True)
         self._task = self._bar.add_task("first batch", total=total, completed=done)
         self._bar.start()
 
