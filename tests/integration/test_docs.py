@@ -168,6 +168,7 @@ def test_every_command_parses(line):
     arguments, unknown = parser.make_parser().parse_known_args(shlex.split(line, comments=True)[1:])
     assert not unknown
     if getattr(arguments, "recipe", None) in recipes.list_presets():
+        arguments.imports = []  # code of the reader's own
         cli_arguments.read_recipe(arguments)
         cli_arguments.read_options(arguments)
 

@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlparse
 from xml.etree import ElementTree
 
 import pytest
+from support.accessibility import find_serious_violations, load_axe
+from support.browser import BINARY, Browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,3 +72,25 @@ def test_the_figures_are_what_the_code_draws():
 
 def test_the_readme_fits_a_screen():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 60
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(BINARY is None, reason="there is no Chromium")
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_no_serious_violation_on_the_site(site, tmp_path, dark):
+    axe = load_axe(tmp_path)
+    pages = ("index.html", "tutorial.html", "recipes.html", "compare.html", "api.html")
+    with Browser() as browser:
+        for name in pages:
+            with browser.open((site / name).as_uri(), dark=dark, ready=None) as tab:
+                violations = find_serious_violations(tab, axe)
+                assert not violations, f"{name}: {violations}"
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(BINARY is None, reason="there is no Chromium")
+def test_no_page_of_the_site_scrolls_sideways_on_a_phone(site):
+    with Browser() as browser:
+        for path in sorted(site.glob("*.html")):
+            with browser.open(path.as_uri(), width=390, height=844, ready=None) as tab:
+                assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), path.name

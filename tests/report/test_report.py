@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import shutil
-import subprocess
-import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -544,19 +540,7 @@ def test_browser_draws_a_comparison_and_hides_runs(browser, pair, tmp_path):
 
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory):
-    """The source of axe-core: from the file that PODSCALE_AXE names, or from npm."""
-    if named_file := os.environ.get("PODSCALE_AXE"):
-        return Path(named_file).read_text()
-    if shutil.which("npm") is None:
-        pytest.skip("axe-core is not here: there is no npm to fetch it with, and PODSCALE_AXE names no file")
-    folder = tmp_path_factory.mktemp("axe")
-    try:
-        subprocess.run(["npm", "pack", "axe-core@4"], cwd=folder, capture_output=True, timeout=60, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
-        pytest.skip(f"axe-core could not be fetched: {error}")
-    (archive,) = folder.glob("*.tgz")
-    with tarfile.open(archive) as opened:
-        return opened.extractfile("package/axe.min.js").read().decode()
+    return load_axe(tmp_path_factory.mktemp("axe"))
 
 
 @needs_browser
@@ -566,9 +550,7 @@ def test_axe_finds_no_serious_violation(browser, axe, finished, pair, tmp_path, 
     for path in (page.write_report(finished), compare.write_comparison(pair, tmp_path / "both.html")):
         with browser.open(path.resolve().as_uri(), dark=dark, reduced_motion=True) as tab:
             tab.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
-            tab.evaluate(axe + "; 0")
-            result = tab.evaluate("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
-            assert not [violation for violation in result if violation[0] in ("serious", "critical")], result
+            assert find_serious_violations(tab, axe) == []
 
 
 @pytest.mark.heavy
@@ -578,8 +560,7 @@ def test_axe_does_find_violations(browser, axe, tmp_path):
         "<html data-drawn='yes'><img src='data:,'><p style='color:#eee'>faint</p></html>"
     )
     with browser.open((tmp_path / "poor.html").as_uri()) as tab:
-        tab.evaluate(axe + "; 0")
-        assert "image-alt" in tab.evaluate("axe.run().then((r) => r.violations.map((v) => v.id))")
+        assert "image-alt" in {name for _, name, _ in find_serious_violations(tab, axe)}
 
 
 # --- scores and suggestions ----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Browser:
 
     @contextmanager
     def open(self, address, width=1100, height=900, dark=False, reduced_motion=False, ready="yes"):
-        """Yield a tab with the page at `address`, once its script sets <html data-drawn>."""
+        """Yield a tab with the page at `address`, once drawn (<html data-drawn>), or loaded if `ready` is None."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session)
@@ -82,7 +82,10 @@ class Browser:
             features = [{"name": name, "value": value} for name, value in preferences.items()]
             tab.send("Emulation.setEmulatedMedia", features=features)
             tab.send("Page.navigate", url=address)
-            tab.wait_for(f"document.documentElement?.dataset.drawn === '{ready}'")
+            drawn = f"document.documentElement?.dataset.drawn === '{ready}'"
+            tab.wait_for(
+                "location.href !== 'about:blank' && document.readyState === 'complete'" if ready is None else drawn
+            )
             yield tab
         finally:
             self.send("Target.closeTarget", targetId=target)
