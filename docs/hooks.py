@@ -10,5 +10,4 @@ def on_page_markdown(markdown, **_):
 
 def on_page_content(html, **_):
     """Make code blocks and tables focusable, because wide ones scroll."""
-    html = re.sub(r"(<pre[^>]*>(?:<span></span>)?)<code>", r'\1<code tabindex="0">', html)
-    return html.replace("<table>", '<table tabindex="0">')
+    return html.replace("<pre>", '<pre tabindex="0">').replace("<table>", '<table tabindex="0">')
