@@ -20,10 +20,8 @@ from podscale.pod import ALL_AXES
 @pytest.fixture
 def registries(monkeypatch):
     """Registries that are restored afterwards."""
-    for registry in (strategies.STRATEGIES, inputs.INPUTS):
+    for registry in (strategies.STRATEGIES, inputs.INPUTS, optimizers.RULES, fields.ADDED_CHOICES):
         monkeypatch.setattr(registry, "_parts", dict(registry))
-    monkeypatch.setattr(optimizers, "RULES", dict(optimizers.RULES))
-    monkeypatch.setattr(fields, "ADDED_CHOICES", {name: list(added) for name, added in fields.ADDED_CHOICES.items()})
 
 
 # --- a summation strategy --------------------------------------------------------------------------------------------

@@ -9,41 +9,46 @@ Names are imported when they are first used, so that `import podscale` does not 
 """
 
 import importlib
+from types import MappingProxyType
 from typing import Any
 
 # Each public name, and the module that defines it, with the original name where that is another.
-_MODULES = {
-    "Recipe": "podscale.recipe",
-    "load_recipe": "podscale.recipe",
-    "list_presets": "podscale.recipe",
-    "Pod": "podscale.pod",
-    "find_pod": "podscale.pod",
-    "named_pod": "podscale.pod",
-    "Plan": "podscale.plan",
-    "Options": "podscale.config.options",
-    "make_plan": "podscale.training.setup:plan_recipe",
-    "train": "podscale.training.loop",
-    "StopCondition": "podscale.config.stop_condition",
-    "Event": "podscale.runs.events",
-    "Run": "podscale.runs.folder",
-    "evaluate": "podscale.export.inference",
-    "predict": "podscale.export.inference",
-    "load_model": "podscale.export.inference",
-    "export_model": "podscale.export.write",
-    "register_model": "podscale.models.registry",
-    "BatchNorm": "podscale.parallel.batch_norm",
-    "load_torchvision": "podscale.models.weights.torchvision",
-    "to_torchvision": "podscale.models.weights.torchvision",
-    "UserError": "podscale.errors",
-}
+_MODULES = MappingProxyType(
+    {
+        "Recipe": "podscale.recipe",
+        "load_recipe": "podscale.recipe",
+        "list_presets": "podscale.recipe",
+        "Pod": "podscale.pod",
+        "find_pod": "podscale.pod",
+        "named_pod": "podscale.pod",
+        "Plan": "podscale.plan",
+        "Options": "podscale.config.options",
+        "make_plan": "podscale.training.setup:plan_recipe",
+        "train": "podscale.training.loop",
+        "StopCondition": "podscale.config.stop_condition",
+        "Event": "podscale.runs.events",
+        "Run": "podscale.runs.folder",
+        "evaluate": "podscale.export.inference",
+        "predict": "podscale.export.inference",
+        "load_model": "podscale.export.inference",
+        "export_model": "podscale.export.write",
+        "register_model": "podscale.models.registry",
+        "BatchNorm": "podscale.parallel.batch_norm",
+        "load_torchvision": "podscale.models.weights.torchvision",
+        "to_torchvision": "podscale.models.weights.torchvision",
+        "UserError": "podscale.errors",
+    }
+)
 # Names of earlier versions.
-_ALIASES = {
-    "Until": "StopCondition",
-    "presets": "list_presets",
-    "planned": "make_plan",
-    "restore": "load_model",
-    "register": "register_model",
-}
+_ALIASES = MappingProxyType(
+    {
+        "Until": "StopCondition",
+        "presets": "list_presets",
+        "planned": "make_plan",
+        "restore": "load_model",
+        "register": "register_model",
+    }
+)
 __all__ = [*_MODULES]  # noqa: PLE0604 (all of them are strings)
 
 

@@ -6,6 +6,7 @@ and keeps its traceback.
 """
 
 import errno
+from types import MappingProxyType
 
 
 class UserError(Exception):
@@ -24,12 +25,14 @@ class StorageError(UserError):
     """Raised where a store fails: a bucket does not answer, or an object was replaced. No image is to blame."""
 
 
-ADVICE = {
-    errno.ENOSPC: "free some disk space, or choose another folder",
-    errno.EDQUOT: "free some of your disk quota, or choose another folder",
-    errno.EMFILE: "this process has too many files open; raise its limit, as `ulimit -n 4096` does",
-    errno.ENFILE: "all processes of this machine have too many files open; end some, or raise fs.file-max",
-}
+ADVICE = MappingProxyType(
+    {
+        errno.ENOSPC: "free some disk space, or choose another folder",
+        errno.EDQUOT: "free some of your disk quota, or choose another folder",
+        errno.EMFILE: "this process has too many files open; raise its limit, as `ulimit -n 4096` does",
+        errno.ENFILE: "all processes of this machine have too many files open; end some, or raise fs.file-max",
+    }
+)
 
 
 def describe_os_error(error: OSError) -> str:
@@ -40,7 +43,8 @@ def describe_os_error(error: OSError) -> str:
     """
     text = error.strerror or str(error)
     text += f": {error.filename}" if error.filename else ""
-    return f"{text}; {ADVICE[error.errno]}" if error.errno in ADVICE else text
+    advice = ADVICE.get(error.errno or 0)
+    return f"{text}; {advice}" if advice else text
 
 
 class PreemptedError(Exception):

@@ -7,6 +7,7 @@ module has lists of device numbers.
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -26,19 +27,21 @@ TILE = ("y", "x", "core")
 # Not in mesh order: in this order, a tile owns a contiguous block of the global batch's positions.
 BATCH_AXES = ("tile_y", "tile_x", "y", "x", "core")
 # kind: (devices per chip in JAX, chips per host, bytes of memory per device)
-CHIPS = {
-    "v2": (2, 4, 8 << 30),
-    "v3": (2, 4, 16 << 30),
-    "v4": (1, 4, 32 << 30),
-    "v5e": (1, 4, 16 << 30),
-    "v5p": (1, 4, 95 << 30),
-    "v6e": (1, 4, 32 << 30),
-    "v100": (1, 8, 32 * 10**9),
-    "a100": (1, 8, 40 * 10**9),
-    "h100": (1, 8, 80 * 10**9),
-    "h200": (1, 8, 141 * 10**9),
-    "cpu": (1, 1, 4 << 30),
-}
+CHIPS = MappingProxyType(
+    {
+        "v2": (2, 4, 8 << 30),
+        "v3": (2, 4, 16 << 30),
+        "v4": (1, 4, 32 << 30),
+        "v5e": (1, 4, 16 << 30),
+        "v5p": (1, 4, 95 << 30),
+        "v6e": (1, 4, 32 << 30),
+        "v100": (1, 8, 32 * 10**9),
+        "a100": (1, 8, 40 * 10**9),
+        "h100": (1, 8, 80 * 10**9),
+        "h200": (1, 8, 141 * 10**9),
+        "cpu": (1, 1, 4 << 30),
+    }
+)
 THREE_DIMENSIONS = ("v4", "v5p")  # kinds whose torus may have a third dimension
 
 

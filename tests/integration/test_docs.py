@@ -99,7 +99,7 @@ def isolated(tmp_path, monkeypatch):
     """An empty working directory, and registries that are restored afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(strategies.STRATEGIES, "_parts", dict(strategies.STRATEGIES))
-    monkeypatch.setattr(registry, "_builders", dict(registry._builders))
+    monkeypatch.setattr(registry.MODELS, "_parts", dict(registry.MODELS))
     for module, name in (
         (optimizers, "RULES"),
         (catalog, "FORMATS"),

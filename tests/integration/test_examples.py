@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run_example(tmp_path, monkeypatch, capsys):
     """A function that runs an example and returns its output."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_builders", dict(registry._builders))
+    monkeypatch.setattr(registry.MODELS, "_parts", dict(registry.MODELS))
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *arguments])

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -26,7 +27,9 @@ from podscale.training.setup import resolve
 
 SECONDS_PER_REPEAT = 1.0
 PROFILED_CALLS = 3
-NAMED_KERNELS = {"xla_gpu_enable_command_buffer": ""}  # else the profiler has one name for all kernels of a CUDA graph
+NAMED_KERNELS = MappingProxyType(
+    {"xla_gpu_enable_command_buffer": ""}
+)  # else the profiler has one name for all kernels of a CUDA graph
 
 
 def measure_step(
@@ -119,7 +122,7 @@ def _measure_budget(state: PyTree, batch: tuple[PyTree, ...], program: Program) 
     """Measure where the time of an update goes; the machine's ceilings are measured first."""
     ceiling_rates = rates.measure_device(program.plan.pod)
     device = next(d for d in program.plan.pod.devices if d.process_index == jax.process_index())
-    call = compile_train_step(program, options=NAMED_KERNELS if device.platform == "gpu" else None)
+    call = compile_train_step(program, options=dict(NAMED_KERNELS) if device.platform == "gpu" else None)
     state, _ = call(state, *batch)
     jax.block_until_ready(state)
 

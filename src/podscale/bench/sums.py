@@ -120,7 +120,7 @@ def _make_gradients(recipe: Recipe) -> PyTree:
 
 # --- text ----------------------------------------------------------------------------------------------------------
 
-HEADER = ["payload", "strategy", "ms", "MB/s", "bus MB/s", "of the links", "model ms"]
+HEADER = ("payload", "strategy", "ms", "MB/s", "bus MB/s", "of the links", "model ms")
 
 
 def format_rows(result: JsonObject) -> list[list[str]]:

@@ -7,6 +7,7 @@ pressed. It prints one candidate per line; a single line `FILES` makes the shell
 import argparse
 import typing
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any, Literal
 
 from podscale import recipe as recipes
@@ -14,8 +15,9 @@ from podscale.config import fields
 from podscale.config.options import Options, PodOptions
 
 FILES = "FILES"
-SCRIPTS = {
-    "bash": """\
+SCRIPTS = MappingProxyType(
+    {
+        "bash": """\
 # podscale: put this line into ~/.bashrc:  source <(podscale completion bash)
 _podscale() {
     local IFS=$'\\n' candidates
@@ -30,7 +32,7 @@ _podscale() {
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=/}
 complete -F _podscale podscale
 """,
-    "zsh": """\
+        "zsh": """\
 # podscale: put this line into ~/.zshrc, after compinit:  source <(podscale completion zsh)
 _podscale() {
     local -a candidates
@@ -43,7 +45,7 @@ _podscale() {
 }
 compdef _podscale podscale
 """,
-    "fish": """\
+        "fish": """\
 # podscale: run this once:  podscale completion fish > ~/.config/fish/completions/podscale.fish
 function __podscale_candidates
     set -l candidates (podscale complete (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)
@@ -55,7 +57,8 @@ function __podscale_candidates
 end
 complete -c podscale -f -a '(__podscale_candidates)'
 """,
-}
+    }
+)
 
 
 def list_candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
@@ -112,7 +115,7 @@ def _complete_option(option: argparse.Action) -> list[str]:
     kind = {**recipes.SECTIONS, "pod": PodOptions, "plan": Options}.get(section)
     hint = typing.get_type_hints(kind).get(field) if kind and field else None
     if typing.get_origin(hint) is Literal:
-        return [*map(str, typing.get_args(hint)), *fields.ADDED_CHOICES.get(option.dest, ())]
+        return [*map(str, typing.get_args(hint)), *fields.list_added_choices(option.dest)]
     if hint is bool:
         return ["true", "false"]
     return [FILES]

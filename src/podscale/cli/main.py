@@ -8,8 +8,9 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import NoReturn, TextIO
 
 from podscale.cli import completion, endings
@@ -24,11 +25,14 @@ from podscale.training.out_of_memory import explain_out_of_memory
 
 USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: a temporary failure in sysexits.h; a restart helps
 DIVERGED = 65  # bad data in sysexits.h; a restart does not help
-ENDINGS: dict[type[BaseException], tuple[int, str]] = {  # of all processes together: exit code, and how it is announced
-    PreemptedError: (PREEMPTED, ""),
-    DivergedError: (DIVERGED, ""),
-    SavedInterruptError: (INTERRUPTED, "interrupted; "),
-}
+# Of all processes together: exit code, and how it is announced.
+ENDINGS: Mapping[type[BaseException], tuple[int, str]] = MappingProxyType(
+    {
+        PreemptedError: (PREEMPTED, ""),
+        DivergedError: (DIVERGED, ""),
+        SavedInterruptError: (INTERRUPTED, "interrupted; "),
+    }
+)
 USER_FIXABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
 
 

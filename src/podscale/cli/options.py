@@ -8,6 +8,7 @@ import dataclasses
 import os
 import typing
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from podscale import recipe as recipes
@@ -18,8 +19,8 @@ from podscale.errors import UserError
 from podscale.recipe import SECTIONS, Recipe
 
 # Fields that most users set; `--help` lists them before all others.
-COMMON_FIELDS = "data.path model.name data.image_size batch.size train.epochs train.seed schedule.peak".split()
-PLACEHOLDERS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
+COMMON_FIELDS = tuple("data.path model.name data.image_size batch.size train.epochs train.seed schedule.peak".split())
+PLACEHOLDERS = MappingProxyType({int: "N", float: "X", bool: "true|false", str: "TEXT"})
 
 
 Function: TypeAlias = Callable[[argparse.Namespace], Result]  # runs a command
@@ -174,7 +175,7 @@ def add_fields(parser: Parser, sections: Iterable[tuple[str, type]]) -> None:
 def _describe_values(dotted: str, kind: type) -> str:
     """Return the placeholder of an option: its choices, or a letter for a number."""
     if typing.get_origin(kind) is Literal:
-        return "|".join([*map(str, typing.get_args(kind)), *fields.ADDED_CHOICES.get(dotted, ())])
+        return "|".join([*map(str, typing.get_args(kind)), *fields.list_added_choices(dotted)])
     if typing.get_origin(kind) is tuple:
         return "A,B,..." if typing.get_args(kind)[0] is str else "X,Y,..."
     return PLACEHOLDERS[kind]

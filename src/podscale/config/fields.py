@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
+from podscale.config.registry import Registry
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 
@@ -47,7 +48,7 @@ def replace_fields(section: T, name: str, values: Mapping[str, object]) -> T:
     return dataclasses.replace(section, **new)  # type: ignore[type-var]
 
 
-ADDED_CHOICES: dict[str, list[str]] = {}  # choices that programs have added, by "section.field"
+ADDED_CHOICES: Registry[tuple[str, ...]] = Registry("field")  # choices that programs have added, by "section.field"
 
 
 def add_choice(where: str, name: str) -> None:
@@ -57,7 +58,16 @@ def add_choice(where: str, name: str) -> None:
         where: "section.field".
         name: the new choice.
     """
-    ADDED_CHOICES.setdefault(where, []).append(name)
+    choices = (*list_added_choices(where), name)
+    ADDED_CHOICES.remove(where)
+    ADDED_CHOICES.add(where, choices)
+
+
+def list_added_choices(where: str) -> tuple[str, ...]:
+    """Return the choices that programs have added to a field, "section.field"."""
+    if where not in ADDED_CHOICES:
+        return ()
+    return ADDED_CHOICES[where]
 
 
 def coerce(where: str, value: Any, kind: Any) -> Any:
@@ -75,7 +85,7 @@ def coerce(where: str, value: Any, kind: Any) -> Any:
         value = _parse_text(where, value, kind)
     origin = typing.get_origin(kind)
     if origin is Literal:
-        choices = [*typing.get_args(kind), *ADDED_CHOICES.get(where, ())]
+        choices = [*typing.get_args(kind), *list_added_choices(where)]
         if value not in choices:
             raise UserError(f"{where} cannot be {_format_value(value)}: choose {', '.join(map(str, choices))}")
         return value

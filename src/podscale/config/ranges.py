@@ -5,10 +5,15 @@ from collections.abc import Callable, Iterable
 
 from podscale.errors import UserError
 
-_AT_LEAST_ONE = (
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
+_AT_LEAST_ONE = _split(
     "data.image_size data.train_sizes data.lanes data.max_image_mib model.width model.patch batch.size batch.span "
     "optimizer.newton_schulz"
-).split()
+)
 _POSITIVE = (
     "train.epochs",
     "train.eval_epochs",
@@ -18,20 +23,20 @@ _POSITIVE = (
     "schedule.layer_decay",
     "schedule.decay_epochs",
 )
-_SHARES = (
+_SHARES = _split(
     "data.eval_fraction data.eval_confidence data.bad_share data.hold_out optimizer.momentum optimizer.rest_momentum "
     "optimizer.second_moment optimizer.average "
     "model.dropout model.drop_path schedule.layer_decay augment.cutmix_chance "
     "augment.min_area augment.erase augment.label_smoothing train.stats_momentum"
-).split()
-_AT_LEAST_ZERO = (
+)
+_AT_LEAST_ZERO = _split(
     "data.shrink data.classes data.train_samples data.val_samples model.norm_epsilon optimizer.weight_decay "
     "optimizer.trust "
     "optimizer.epsilon optimizer.clip_norm schedule.peak schedule.end schedule.scale_batch schedule.warmup_epochs "
     "schedule.bias_peak schedule.head_peak schedule.stem_epochs schedule.factor "
     "augment.padding augment.randaugment augment.magnitude augment.mixup augment.cutmix "
     "augment.brightness augment.contrast train.seed train.bad_updates"
-).split()
+)
 
 
 def check_ranges(recipe: object) -> None:

@@ -1,11 +1,12 @@
 """StopCondition: the accuracy at which a training stops; the paper's headline is the time it takes to get there."""
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 
-METRICS = {"accuracy": "accuracy", "top5": "accuracy_top5"}
+METRICS = MappingProxyType({"accuracy": "accuracy", "top5": "accuracy_top5"})
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ section 3. The range of each operation over magnitudes 0 to 30 is torchvision's.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +27,28 @@ def _transform_affine(image: PillowImage, a: float, b: float, c: float, d: float
 
 
 # Each takes the image, the strength in 0..1 and a sign. Shears leave the upper left corner in place.
-OPERATIONS: dict[str, Callable[[PillowImage, float, int], PillowImage]] = {
-    "identity": lambda image, strength, sign: image,
-    "shear_x": lambda image, strength, sign: _transform_affine(image, 1, sign * 0.3 * strength, 0, 0, 1, 0),
-    "shear_y": lambda image, strength, sign: _transform_affine(image, 1, 0, 0, sign * 0.3 * strength, 1, 0),
-    "translate_x": lambda image, strength, sign: _transform_affine(
-        image, 1, 0, _compute_shift(image.width, strength, sign), 0, 1, 0
-    ),
-    "translate_y": lambda image, strength, sign: _transform_affine(
-        image, 1, 0, 0, 0, 1, _compute_shift(image.height, strength, sign)
-    ),
-    "rotate": lambda image, strength, sign: image.rotate(sign * 30 * strength, Image.Resampling.NEAREST),
-    "brightness": lambda image, strength, sign: _enhance(ImageEnhance.Brightness, image, strength, sign),
-    "color": lambda image, strength, sign: _enhance(ImageEnhance.Color, image, strength, sign),
-    "contrast": lambda image, strength, sign: _enhance(ImageEnhance.Contrast, image, strength, sign),
-    "sharpness": lambda image, strength, sign: _enhance(ImageEnhance.Sharpness, image, strength, sign),
-    "posterize": lambda image, strength, sign: ImageOps.posterize(image, 8 - int(4 * strength + 0.5)),
-    "solarize": lambda image, strength, sign: ImageOps.solarize(image, math.ceil(255 - 255 * strength)),
-    "autocontrast": lambda image, strength, sign: ImageOps.autocontrast(image),
-    "equalize": lambda image, strength, sign: ImageOps.equalize(image),
-}
+OPERATIONS: Mapping[str, Callable[[PillowImage, float, int], PillowImage]] = MappingProxyType(
+    {
+        "identity": lambda image, strength, sign: image,
+        "shear_x": lambda image, strength, sign: _transform_affine(image, 1, sign * 0.3 * strength, 0, 0, 1, 0),
+        "shear_y": lambda image, strength, sign: _transform_affine(image, 1, 0, 0, sign * 0.3 * strength, 1, 0),
+        "translate_x": lambda image, strength, sign: _transform_affine(
+            image, 1, 0, _compute_shift(image.width, strength, sign), 0, 1, 0
+        ),
+        "translate_y": lambda image, strength, sign: _transform_affine(
+            image, 1, 0, 0, 0, 1, _compute_shift(image.height, strength, sign)
+        ),
+        "rotate": lambda image, strength, sign: image.rotate(sign * 30 * strength, Image.Resampling.NEAREST),
+        "brightness": lambda image, strength, sign: _enhance(ImageEnhance.Brightness, image, strength, sign),
+        "color": lambda image, strength, sign: _enhance(ImageEnhance.Color, image, strength, sign),
+        "contrast": lambda image, strength, sign: _enhance(ImageEnhance.Contrast, image, strength, sign),
+        "sharpness": lambda image, strength, sign: _enhance(ImageEnhance.Sharpness, image, strength, sign),
+        "posterize": lambda image, strength, sign: ImageOps.posterize(image, 8 - int(4 * strength + 0.5)),
+        "solarize": lambda image, strength, sign: ImageOps.solarize(image, math.ceil(255 - 255 * strength)),
+        "autocontrast": lambda image, strength, sign: ImageOps.autocontrast(image),
+        "equalize": lambda image, strength, sign: ImageOps.equalize(image),
+    }
+)
 
 
 def _compute_shift(extent: int, strength: float, sign: int) -> int:

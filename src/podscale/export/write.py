@@ -11,8 +11,9 @@ Each holds its labels, how an image becomes its input, the recipe, the checkpoin
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from flax import nnx
 
@@ -99,11 +100,13 @@ def _write_onnx(run: Run, trained: TrainedModel, metadata: dict[str, str]) -> by
     return content
 
 
-_WRITERS: dict[str, Callable[[Run, TrainedModel, dict[str, str]], bytes]] = {
-    "safetensors": write_safetensors,
-    "stablehlo": write_stablehlo,
-    "onnx": _write_onnx,
-    "torchvision": write_torchvision,
-    "timm": write_timm,
-}
+_WRITERS: Mapping[str, Callable[[Run, TrainedModel, dict[str, str]], bytes]] = MappingProxyType(
+    {
+        "safetensors": write_safetensors,
+        "stablehlo": write_stablehlo,
+        "onnx": _write_onnx,
+        "torchvision": write_torchvision,
+        "timm": write_timm,
+    }
+)
 SUFFIXES = ("safetensors", "stablehlo", "onnx")

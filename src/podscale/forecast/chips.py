@@ -4,6 +4,7 @@ import functools
 import tomllib
 from dataclasses import dataclass, field
 from importlib import resources
+from types import MappingProxyType
 
 from podscale.config.json_types import JsonObject
 from podscale.config.suggestions import suggest_names
@@ -79,7 +80,7 @@ def read_tables(package: str, name: str) -> JsonObject:
     return tomllib.loads(resources.files(package).joinpath(name).read_text())
 
 
-_JAX_NAMES = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
+_JAX_NAMES = MappingProxyType({"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"})
 
 
 def _shorten_kind(kind: str) -> str:

@@ -15,6 +15,7 @@ The layers are in one list, as in `resnet`, which provides the convolutions.
 
 import math
 from itertools import pairwise
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -281,7 +282,7 @@ def _cubic_gelu_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
 
 cubic_gelu.defvjp(lambda x: (cubic_gelu(x), x), _cubic_gelu_backward)
 
-ACTIVATIONS = {"default": gelu, "cubic_gelu": cubic_gelu}  # by `model.activation`
+ACTIVATIONS = MappingProxyType({"default": gelu, "cubic_gelu": cubic_gelu})  # by `model.activation`
 
 
 # --- the network ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ layer norms, so nothing depends on the batch.
 The layers are in one list, in the order of the forward pass, as in `resnet`.
 """
 
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -42,11 +43,13 @@ class Size(NamedTuple):
     widths: tuple[int, ...]
 
 
-SIZES = {
-    "convnext_tiny": Size((3, 3, 9, 3), (96, 192, 384, 768)),
-    "convnext_small": Size((3, 3, 27, 3), (96, 192, 384, 768)),
-    "convnext_base": Size((3, 3, 27, 3), (128, 256, 512, 1024)),
-}
+SIZES = MappingProxyType(
+    {
+        "convnext_tiny": Size((3, 3, 9, 3), (96, 192, 384, 768)),
+        "convnext_small": Size((3, 3, 27, 3), (96, 192, 384, 768)),
+        "convnext_base": Size((3, 3, 27, 3), (128, 256, 512, 1024)),
+    }
+)
 
 
 class Stem(nnx.Module):

@@ -13,6 +13,7 @@ The layers are in one list, in the order of the forward pass, as in `resnet`.
 
 import math
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -62,9 +63,10 @@ class Size(NamedTuple):
 
 
 _FACTORS = ((1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.8), (1.6, 2.2))
-SIZES = {f"efficientnet_b{i}": Size(*factors) for i, factors in enumerate(_FACTORS)} | {
-    f"efficientnet_lite{i}": Size(*factors, lite=True) for i, factors in enumerate(_FACTORS[:5])
-}
+SIZES = MappingProxyType(
+    {f"efficientnet_b{i}": Size(*factors) for i, factors in enumerate(_FACTORS)}
+    | {f"efficientnet_lite{i}": Size(*factors, lite=True) for i, factors in enumerate(_FACTORS[:5])}
+)
 
 
 def scale_width(width: int, factor: float) -> int:

@@ -13,37 +13,44 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 from flax import nnx
 
 from podscale import recipe
+from podscale.config.registry import Registry
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.models import cifarnet, convnext, efficientnet, resnet, vit
 
 Builder = Callable[[recipe.Model, int, int, nnx.Rngs], nnx.Module]
-_builders: dict[str, Builder] = {name: functools.partial(resnet.build_resnet, name) for name in resnet.DEPTHS}
-_builders["cifarnet"] = cifarnet.build_cifarnet
-_builders |= {name: functools.partial(vit.build_vit, name) for name in vit.SIZES}
-_builders |= {name: functools.partial(efficientnet.build_efficientnet, name) for name in efficientnet.SIZES}
-_builders |= {name: functools.partial(convnext.build_convnext, name) for name in convnext.SIZES}
+MODELS: Registry[Builder] = Registry(
+    "model",
+    {name: functools.partial(resnet.build_resnet, name) for name in resnet.DEPTHS}
+    | {"cifarnet": cifarnet.build_cifarnet}
+    | {name: functools.partial(vit.build_vit, name) for name in vit.SIZES}
+    | {name: functools.partial(efficientnet.build_efficientnet, name) for name in efficientnet.SIZES}
+    | {name: functools.partial(convnext.build_convnext, name) for name in convnext.SIZES},
+)
 
 # Fields of a recipe's model section that only some networks have, by what their names start with.
-_FIELDS = {
-    "stem": ("resnet", "cifarnet"),
-    "width": ("resnet", "cifarnet"),
-    "activation": ("cifarnet",),
-    "patch": ("vit",),
-    "pooling": ("vit",),
-    "positions": ("vit",),
-    "padding": ("efficientnet",),
-    "norm_epsilon": ("efficientnet",),
-    "dropout": ("vit", "efficientnet", "convnext"),
-    "drop_path": ("vit", "efficientnet", "convnext"),
-    "remat": ("resnet", "vit", "efficientnet", "convnext"),
-}
-_BUILT_IN = frozenset(_builders)
+_FIELDS = MappingProxyType(
+    {
+        "stem": ("resnet", "cifarnet"),
+        "width": ("resnet", "cifarnet"),
+        "activation": ("cifarnet",),
+        "patch": ("vit",),
+        "pooling": ("vit",),
+        "positions": ("vit",),
+        "padding": ("efficientnet",),
+        "norm_epsilon": ("efficientnet",),
+        "dropout": ("vit", "efficientnet", "convnext"),
+        "drop_path": ("vit", "efficientnet", "convnext"),
+        "remat": ("resnet", "vit", "efficientnet", "convnext"),
+    }
+)
+_BUILT_IN = frozenset(MODELS)
 
 
 def list_models() -> list[str]:
@@ -52,7 +59,7 @@ def list_models() -> list[str]:
     >>> list_models()[:3]
     ['resnet8', 'resnet18', 'resnet34']
     """
-    return list(_builders)
+    return list(MODELS)
 
 
 def register_model(name: str) -> Callable[[Builder], Builder]:
@@ -79,9 +86,9 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
     """
 
     def add(builder: Builder) -> Builder:
-        if name in _builders:
+        if name in MODELS:
             raise UserError(f"there is already a model {name!r}; choose another name, or unregister that one first")
-        _builders[name] = builder
+        MODELS.add(name, builder)
         return builder
 
     return add
@@ -89,14 +96,14 @@ def register_model(name: str) -> Callable[[Builder], Builder]:
 
 def unregister_model(name: str) -> None:
     """Forget a name; nothing happens if it is unknown."""
-    _builders.pop(name, None)
+    MODELS.remove(name)
 
 
 def locate_builder(name: str) -> str:
     """Return the file in which a user's builder was defined; empty for the networks that ship with Podscale."""
     try:
-        path = inspect.getsourcefile(inspect.unwrap(_builders[name])) or ""
-    except (KeyError, TypeError):  # unknown, or a built-in network's partial function
+        path = inspect.getsourcefile(inspect.unwrap(MODELS[name])) or ""
+    except (UserError, TypeError):  # unknown, or a built-in network's partial function
         return ""
     return "" if Path(path).is_relative_to(Path(__file__).parent) else path
 
@@ -107,8 +114,8 @@ def build_model(config: recipe.Model, classes: int, image_size: int, seed: int |
     Raises:
         UserError: there is no such network, or it cannot have these classes, images or this precision.
     """
-    if config.name not in _builders:
-        hint = suggest_names(config.name, _builders)
+    if config.name not in MODELS:
+        hint = suggest_names(config.name, MODELS)
         raise UserError(f"there is no model {config.name!r}: {hint}; --import FILE.py loads your own")
     if classes < 1:
         raise UserError(f"a model needs at least one class, not {classes}")
@@ -116,7 +123,7 @@ def build_model(config: recipe.Model, classes: int, image_size: int, seed: int |
         raise UserError("model.precision float64 needs JAX's 64-bit mode: set JAX_ENABLE_X64=1 in the environment")
     if config.name in _BUILT_IN:
         _check_fields(config)
-    return _builders[config.name](config, classes, image_size, nnx.Rngs(seed))
+    return MODELS[config.name](config, classes, image_size, nnx.Rngs(seed))
 
 
 def _check_fields(config: recipe.Model) -> None:

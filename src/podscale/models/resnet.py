@@ -10,6 +10,8 @@ in the order in which the backward pass finishes them.
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -196,14 +198,16 @@ class Head(nnx.Module):
 # --- the network ---------------------------------------------------------------------------------------------------
 
 # Blocks per stage; every stage after the first halves the map and doubles the channels.
-DEPTHS: dict[str, tuple[Block, tuple[int, ...]]] = {
-    "resnet8": (BasicBlock, (1, 1, 1)),
-    "resnet18": (BasicBlock, (2, 2, 2, 2)),
-    "resnet34": (BasicBlock, (3, 4, 6, 3)),
-    "resnet50": (BottleneckBlock, (3, 4, 6, 3)),
-    "resnet101": (BottleneckBlock, (3, 4, 23, 3)),
-    "resnet152": (BottleneckBlock, (3, 8, 36, 3)),
-}
+DEPTHS: Mapping[str, tuple[Block, tuple[int, ...]]] = MappingProxyType(
+    {
+        "resnet8": (BasicBlock, (1, 1, 1)),
+        "resnet18": (BasicBlock, (2, 2, 2, 2)),
+        "resnet34": (BasicBlock, (3, 4, 6, 3)),
+        "resnet50": (BottleneckBlock, (3, 4, 6, 3)),
+        "resnet101": (BottleneckBlock, (3, 4, 23, 3)),
+        "resnet152": (BottleneckBlock, (3, 8, 36, 3)),
+    }
+)
 
 
 class ResNet(nnx.Module):

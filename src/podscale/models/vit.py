@@ -11,6 +11,7 @@ The layers are in one list, in the order of the forward pass, as in `resnet`: em
 """
 
 import math
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +50,7 @@ class Size(NamedTuple):
     heads: int
 
 
-SIZES = {"vit_tiny": Size(192, 12, 3), "vit_small": Size(384, 12, 6), "vit_base": Size(768, 12, 12)}
+SIZES = MappingProxyType({"vit_tiny": Size(192, 12, 3), "vit_small": Size(384, 12, 6), "vit_base": Size(768, 12, 12)})
 
 
 # --- tokens --------------------------------------------------------------------------------------------------------

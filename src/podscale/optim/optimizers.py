@@ -3,12 +3,14 @@
 LARS, SGD, AdamW, Muon and RMSProp are built in; `register_optimizer` adds others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import optax
 
 from podscale.config.fields import add_choice
+from podscale.config.registry import Registry
 from podscale.errors import UserError
 from podscale.optim.adamw import make_adamw
 from podscale.optim.lars import make_lars
@@ -22,8 +24,10 @@ from podscale.recipe import Optimizer, Recipe
 
 Rule = Callable[[Optimizer, optax.ScalarOrSchedule], optax.GradientTransformation]
 BUILT_IN_NAMES = ("lars", "sgd", "adamw", "muon", "rmsprop")
-ELEMENTWISE_RULES: dict[str, Rule] = {"sgd": make_sgd, "adamw": make_adamw, "rmsprop": make_rmsprop}
-RULES: dict[str, Rule] = {}  # registered rules by name
+ELEMENTWISE_RULES: Mapping[str, Rule] = MappingProxyType(
+    {"sgd": make_sgd, "adamw": make_adamw, "rmsprop": make_rmsprop}
+)
+RULES: Registry[Rule] = Registry("optimizer")  # registered rules
 
 
 def make_optimizer(
@@ -94,7 +98,7 @@ def register_optimizer(name: str) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
         if name in RULES or name in BUILT_IN_NAMES:
             raise UserError(f"there is already an optimizer {name!r}; choose another name")
-        RULES[name] = rule
+        RULES.add(name, rule)
         add_choice("optimizer.name", name)
         return rule
 

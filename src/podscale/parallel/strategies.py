@@ -27,8 +27,8 @@ def _make_ring_strategy(name: str) -> Replicated:
     return Replicated(name, partial(all_reduce, PATHS[name]), PATHS[name])
 
 
-_RINGS = [_make_ring_strategy(name) for name in ("ring", "ring2", "torus", "torus4")]
-_BUILT_IN: list[Summation] = [Replicated("xla", _reduce_by_compiler), *_RINGS, Sharded()]
+_RINGS = tuple(_make_ring_strategy(name) for name in ("ring", "ring2", "torus", "torus4"))
+_BUILT_IN: tuple[Summation, ...] = (Replicated("xla", _reduce_by_compiler), *_RINGS, Sharded())
 STRATEGIES = Registry("gradient summation", {strategy.name: strategy for strategy in _BUILT_IN})
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -26,7 +27,7 @@ from podscale.parallel.routes import Path, count_hops
 from podscale.pod import ALL_AXES
 
 BUCKET_BYTES = 32 * 2**20
-PAYLOADS = {"float32": 4, "bfloat16": 2}  # bytes of a number
+PAYLOADS = MappingProxyType({"float32": 4, "bfloat16": 2})  # bytes of a number
 
 
 @dataclass(frozen=True)

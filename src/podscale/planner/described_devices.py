@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 from jax.experimental import topologies
@@ -24,7 +25,7 @@ NO_LIBTPU = f"libtpu is not installed here (pip install 'podscale[tpu]'): {FOREC
 NO_CUDA = f"JAX's CUDA plugin is not installed here (pip install 'podscale[cuda13]'): {FORECAST_ONLY}"
 NO_COMPILER = f"there is no compiler for this kind of chip without the chip: {FORECAST_ONLY}"
 # Without these, libtpu searches for a local TPU, which takes long, and allows one process at a time.
-_TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+_TPU_ENVIRONMENT = MappingProxyType({"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"})
 
 
 def explain_no_compiler(pod: Pod) -> str:

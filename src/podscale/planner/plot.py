@@ -6,6 +6,7 @@ a step that each part takes, stacked, with the efficiency as a line. Both axes o
 
 import math
 from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 
 from podscale.forecast.model import Forecast
 from podscale.planner.published import PublishedRun
@@ -15,7 +16,7 @@ from podscale.report.svg import FAINT, INK, draw_area, draw_dot, draw_line, draw
 WIDTH, HEIGHT = 1000, 460
 TOP, BOTTOM = 70, 380
 LEFT, RIGHT = (80, 480), (580, 960)  # the two panels' sides
-COLOURS = {"compute": "#4878a8", "batch norm": "#e8a33d", "summation": "#c44e52", "idle": "#b0b0b0"}
+COLOURS = MappingProxyType({"compute": "#4878a8", "batch norm": "#e8a33d", "summation": "#c44e52", "idle": "#b0b0b0"})
 
 
 def draw_scaling(forecasts: Sequence[Forecast], runs: Iterable[PublishedRun], title: str) -> str:

@@ -78,7 +78,7 @@ def _forecast_run(run: PublishedRun) -> Forecast:
     return make_forecast(plans.make_plan(recipe, pod, IMAGENET, ONE_SUM), RESNET50)
 
 
-HEADER = ["run", "pod", "batch", "epochs", "published", "predicted", "error", "limited by"]
+HEADER = ("run", "pod", "batch", "epochs", "published", "predicted", "error", "limited by")
 
 
 def format_rows(comparisons: list[Comparison]) -> list[list[str]]:

@@ -174,4 +174,4 @@ def format_rows(forecasts: list[Forecast]) -> list[list[str]]:
     ]
 
 
-HEADER = ["chips", "shape", "minutes", "chip-hours", "images/s", "limited by", "recipe", "tile", "summation", "slices"]
+HEADER = ("chips", "shape", "minutes", "chip-hours", "images/s", "limited by", "recipe", "tile", "summation", "slices")

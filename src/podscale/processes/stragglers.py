@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -39,7 +40,7 @@ WARM_UP = 3  # calls that are not measured: the first of everything takes longer
 FIRST_PROBES = 12  # calls at the start after each of which the device is timed
 SLOW_CALL_RATIO = 1.4  # a call that takes this many times the usual has the devices timed again
 TICK_S = 0.02
-PROBE_SIDE = {"cpu": 192}  # of a matrix; other devices multiply larger ones
+PROBE_SIDE = MappingProxyType({"cpu": 192})  # of a matrix; other devices multiply larger ones
 PROBE_LENGTH = 8
 
 

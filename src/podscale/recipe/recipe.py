@@ -5,9 +5,11 @@ import hashlib
 import json
 import math
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from types import MappingProxyType
 
 from podscale.config.fields import replace_fields
 from podscale.config.json_types import JsonObject
@@ -102,18 +104,21 @@ class Recipe:
         return math.ceil(Fraction(str(epochs)) * samples / self.batch.size)
 
 
-SECTIONS: dict[str, type] = {
-    f.name: typing.get_type_hints(Recipe)[f.name]
-    for f in dataclasses.fields(Recipe)
-    if dataclasses.is_dataclass(typing.get_type_hints(Recipe)[f.name])
-}
+SECTIONS: Mapping[str, type] = MappingProxyType(
+    {
+        f.name: typing.get_type_hints(Recipe)[f.name]
+        for f in dataclasses.fields(Recipe)
+        if dataclasses.is_dataclass(typing.get_type_hints(Recipe)[f.name])
+    }
+)
 # Younger than the run folders that digests name: at their defaults they are no part of a digest.
-NEW_FIELDS = (
+_NEW_FIELDS = (
     "data.balance data.train_sizes data.size_epochs data.max_image_mib data.eval_confidence model.activation "
     "model.patch model.pooling model.positions model.padding model.norm_epsilon model.dropout model.drop_path "
     "model.remat schedule.decay_epochs schedule.layer_decay augment.cutmix augment.cutmix_chance "
     "augment.brightness augment.contrast train.loss train.class_weights"
-).split()
+)
+NEW_FIELDS = tuple(_NEW_FIELDS.split())
 
 
 # --- overrides -----------------------------------------------------------------------------------------------------

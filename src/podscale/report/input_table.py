@@ -1,6 +1,7 @@
 """Print the result of `podscale bench input`: tables for a terminal, and a verdict in one sentence."""
 
 import math
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.table import Table
@@ -8,8 +9,8 @@ from rich.text import Text
 
 from podscale.config.json_types import JsonObject
 
-CROPS = {"train": "training crops", "eval": "evaluation crops"}
-WHERE = {"none": "from files", "encoded": "from files in memory", "decoded": "from pixels in memory"}
+CROPS = MappingProxyType({"train": "training crops", "eval": "evaluation crops"})
+WHERE = MappingProxyType({"none": "from files", "encoded": "from files in memory", "decoded": "from pixels in memory"})
 GPU_IMAGES_PER_S = 7000.0  # about what ResNet-50 at 224 pixels trains on one H200
 QUIET_SHARE = 0.9  # threads that get a smaller share of the cores are disturbed by other work
 DISTURBED = "other work runs on this machine, or they wait for one another; trust no figure of theirs."

@@ -1,5 +1,7 @@
 """Describe the pod: its shape, and what happens in each phase when gradients are summed on it."""
 
+from types import MappingProxyType
+
 from podscale.config.json_types import JsonObject
 from podscale.parallel.routes import PATHS, count_hops
 
@@ -22,7 +24,7 @@ def describe_pod(plan: Line) -> str:
 
 
 # By summation: the key for the page's script, the name of the phase, what happens in it and why it is fast.
-PHASES = {
+PHASES = MappingProxyType({
     "torus": (
         ("rows-sum", "Reduce-scatter along rows",
          "Every chip passes pieces of its gradient to the right and adds what comes from the left, until it owns "
@@ -72,7 +74,7 @@ PHASES = {
          "The finished pieces go round again, both ways, until every chip has them all; they are only copied, but the "
          "number of hops grows with the number of chips."),
     ),
-}  # fmt: skip
+})  # fmt: skip
 XLA = (
     "Every chip asks for the sum of all gradients and the compiler chooses the way; fast, as it knows the links: "
     "on a TPU it takes the two-dimensional way, too."

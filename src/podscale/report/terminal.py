@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +22,7 @@ def make_table(title: str, rows: list[tuple[str, str]]) -> Table:
     return grid
 
 
-def format_columns(head: list[str], rows: list[list[str]]) -> Text:
+def format_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:
     """Return a table with a header, as wide as its contents; columns of numbers are right-aligned."""
     lines = [head, *rows]
     indices = range(len(head))

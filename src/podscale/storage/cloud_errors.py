@@ -2,17 +2,21 @@
 
 import errno
 import re
+from types import MappingProxyType
 
 from podscale.storage.locations import Location
 from podscale.storage.store import ObjectChangedError
 
 _STATUS = re.compile(r"status code: (\d{3}[^:]*)")
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE=true if it is public",
-    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run `az login`",
-}
+CREDENTIALS = MappingProxyType(
+    {
+        "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE=true if it is "
+        "public",
+        "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+        "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run `az login`",
+    }
+)
 
 
 def translate_error(error: Exception, where: Location) -> Exception:

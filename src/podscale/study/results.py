@@ -11,7 +11,7 @@ from podscale.study.grid import MEASURES, Study
 Scale = Callable[[Json], float]  # from a value to a coordinate
 
 SUMMARY_KEYS = (*MEASURES, "steps", "compile_s")
-COLUMNS = ["case", "mean", "deviation", "least", "most", "seeds"]
+COLUMNS = ("case", "mean", "deviation", "least", "most", "seeds")
 PERCENT_MEASURES = ("accuracy", "best_accuracy", "accuracy_top5")  # shown in percent
 WIDTH, HEIGHT = 900, 480
 LEFT, RIGHT, TOP, BOTTOM = 90, 640, 60, 400

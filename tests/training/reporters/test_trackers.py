@@ -107,7 +107,9 @@ def test_mlflow_logs_to_files(run, monkeypatch, tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_named_in_the_error(run, monkeypatch):
-    monkeypatch.setitem(trackers.TRACKERS, "absent", lambda _: trackers._import_tracker("no_such_module", "no-such"))
+    monkeypatch.setitem(
+        trackers.TRACKERS._parts, "absent", lambda _: trackers._import_tracker("no_such_module", "no-such")
+    )
     with pytest.raises(UserError, match="no-such is not installed; pip install no-such"):
         trackers.open_trackers(run, ["absent"])
 
@@ -116,7 +118,7 @@ def test_a_tracker_that_cannot_start_is_reported_in_one_sentence(run, monkeypatc
     def fail(_):
         raise RuntimeError("no\nkey")
 
-    monkeypatch.setitem(trackers.TRACKERS, "broken", fail)
+    monkeypatch.setitem(trackers.TRACKERS._parts, "broken", fail)
     with pytest.raises(UserError, match="a tracker could not be started: no key"):
         trackers.open_trackers(run, ["broken"])
 
@@ -174,7 +176,7 @@ def test_a_callback_that_raises_ends_the_run_after_its_report_is_written_and_the
 @pytest.mark.heavy
 def test_callbacks_and_trackers_get_every_event_and_callbacks_may_stop_the_run(train, tmp_path, monkeypatch):
     tracker, callback = Recorder(), Recorder(stop_after=23)
-    monkeypatch.setitem(trackers.TRACKERS, "notes", lambda _: tracker)
+    monkeypatch.setitem(trackers.TRACKERS._parts, "notes", lambda _: tracker)
     summary = train(callbacks=[callback], track=["notes"])
     assert summary["steps"] == 23
     assert callback.events == tracker.events

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,11 @@ from podscale.pod import ALL_AXES, COLUMN, ROW, Pod
 from podscale.processes.host import count_usable_cores
 
 TRIES = 3
-MATRIX = {"cpu": 1024}  # rows and columns of the matrices, by platform
+MATRIX = MappingProxyType({"cpu": 1024})  # rows and columns of the matrices, by platform
 LARGE_MATRIX = 8192
-COPY_BYTES = {"cpu": 64 << 20}
+COPY_BYTES = MappingProxyType({"cpu": 64 << 20})
 LARGE_COPY_BYTES = 1 << 30
-MESSAGE_BYTES = {"cpu": 4 << 20}
+MESSAGE_BYTES = MappingProxyType({"cpu": 4 << 20})
 LARGE_MESSAGE_BYTES = 64 << 20
 HOPS = 8  # in one program, so that its start-up matters little
 IMAGES = 64

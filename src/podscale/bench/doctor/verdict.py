@@ -4,18 +4,23 @@ Each part alone could process so many images per second; the smallest number is 
 the roofline of the model's work: arithmetic and memory bandwidth.
 """
 
+from types import MappingProxyType
+
 from podscale.config.json_types import JsonObject
 from podscale.forecast.compute import RESNET50
 
 IMAGES = 256  # per device and step: the gradients are summed once for all of them
 PHOTO_BYTES = 110_000  # of an ImageNet photo
-ADVICE = {
-    "devices": "use more or faster devices, a smaller model or smaller images (data.image_size)",
-    "links": "give each device more images (batch.size), send bfloat16 (plan.payload), or use a faster network",
-    "decoding": "run `podscale data prepare` on the data, keep it decoded in memory (plan.cache), or use more cores",
-    "disk": "keep the data on a faster disk, or in memory (plan.cache)",
-    "feeding": "see whether other programs use the bus, or whether memory cannot be pinned",
-}
+ADVICE = MappingProxyType(
+    {
+        "devices": "use more or faster devices, a smaller model or smaller images (data.image_size)",
+        "links": "give each device more images (batch.size), send bfloat16 (plan.payload), or use a faster network",
+        "decoding": "run `podscale data prepare` on the data, keep it decoded in memory (plan.cache), or use more "
+        "cores",
+        "disk": "keep the data on a faster disk, or in memory (plan.cache)",
+        "feeding": "see whether other programs use the bus, or whether memory cannot be pinned",
+    }
+)
 
 
 def compute_limits(result: JsonObject) -> dict[str, float]:

@@ -11,7 +11,7 @@ from podscale.bench.profile.trace import DeviceActivity
 from podscale.config.json_types import JsonObject
 
 OTHER = "not in the program"
-HEADER = ["kind", "ms", "share", "GB", "GB/s", "TFLOP", "TFLOP/s", "at best, ms"]
+HEADER = ("kind", "ms", "share", "GB", "GB/s", "TFLOP", "TFLOP/s", "at best, ms")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from podscale.parallel import batch_norm
 from podscale.training import step
@@ -26,25 +27,29 @@ KINDS = (
     "copy",
 )
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
-_MOVES = {
-    "copy",
-    "transpose",
-    "bitcast",
-    "parameter",
-    "reshape",
-    "slice",
-    "concatenate",
-    "pad",
-    "broadcast",
-    "constant",
-}
-_LIBRARY = {
-    "__cudnn$convForward": CONVOLUTIONS[0],
-    "__cudnn$convBiasActivationForward": CONVOLUTIONS[0],
-    "__cudnn$convBackwardInput": CONVOLUTIONS[1],
-    "__cudnn$convBackwardFilter": CONVOLUTIONS[2],
-}
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
+_MOVES = frozenset(
+    {
+        "copy",
+        "transpose",
+        "bitcast",
+        "parameter",
+        "reshape",
+        "slice",
+        "concatenate",
+        "pad",
+        "broadcast",
+        "constant",
+    }
+)
+_LIBRARY = MappingProxyType(
+    {
+        "__cudnn$convForward": CONVOLUTIONS[0],
+        "__cudnn$convBiasActivationForward": CONVOLUTIONS[0],
+        "__cudnn$convBackwardInput": CONVOLUTIONS[1],
+        "__cudnn$convBackwardFilter": CONVOLUTIONS[2],
+    }
+)
+_BYTES = MappingProxyType({"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16})
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"\b(pred|bf16|c64|c128|[suf]\d+(?:e\w+)?)\[([\d,]*)\]")

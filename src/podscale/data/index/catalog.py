@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from podscale.config.fields import add_choice
+from podscale.config.registry import Registry
 from podscale.data.bucket_files import BucketFiles, BucketSplit
 from podscale.data.files import THREADS, Files, Progress
 from podscale.data.index import table as tables
@@ -32,14 +34,12 @@ from podscale.errors import StorageError, UserError
 from podscale.storage.bucket_path import BucketPath
 from podscale.storage.user_cache import get_user_cache
 
-FORMATS: dict[str, Format] = {
-    "folder": folder.FORMAT,
-    "tar": tar.FORMAT,
-    "tfrecord": tfrecord.FORMAT,
-    "parquet": parquet.FORMAT,
-}
+FORMATS: Registry[Format] = Registry(
+    "data source",
+    {"folder": folder.FORMAT, "tar": tar.FORMAT, "tfrecord": tfrecord.FORMAT, "parquet": parquet.FORMAT},
+)
 BUCKET_THREADS = 128  # that scan shards; each waits for one answer at a time
-SHARD_ENDINGS = {"tar": ".tar", "tfrecord": ".tfrecord", "parquet": ".parquet"}
+SHARD_ENDINGS = MappingProxyType({"tar": ".tar", "tfrecord": ".tfrecord", "parquet": ".parquet"})
 MAX_JOURNAL_BYTES = 2**28
 MAX_WARNINGS = 3
 MIN_AGE_NS = 2 * 10**9  # file systems' clocks are coarse: data that changed just now may change again unnoticed
@@ -49,7 +49,7 @@ def register_format(name: str, form: Format) -> None:
     """Make another kind of data set available to recipes, as `data.source`."""
     if name in FORMATS or name in ("digits", "npz", "cifar", "mnist"):
         raise UserError(f"there is already a data source {name!r}; choose another name")
-    FORMATS[name] = form
+    FORMATS.add(name, form)
     add_choice("data.source", name)
 
 

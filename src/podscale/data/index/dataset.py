@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -383,4 +384,4 @@ def _check_npz_labels(where: str, labels: NDArray, n: int) -> NDArray:
     return labels.reshape(n)
 
 
-_IN_MEMORY = {"digits": _open_digits, "npz": _open_npz, "cifar": _open_cifar, "mnist": _open_mnist}
+_IN_MEMORY = MappingProxyType({"digits": _open_digits, "npz": _open_npz, "cifar": _open_cifar, "mnist": _open_mnist})

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Self
 
 import numpy as np
@@ -35,13 +36,15 @@ SPLITS = ("train", "val")
 ALIGN = 64
 MAX_HEADER_BYTES = 2**28
 _PREFIX = len(MAGIC) + 16
-_COLUMNS = {
-    "labels": ("<i4", 1),
-    "sizes": ("<i4", 2),
-    "files": ("<i4", 1),
-    "offsets": ("<i8", 1),
-    "lengths": ("<i8", 1),
-}
+_COLUMNS = MappingProxyType(
+    {
+        "labels": ("<i4", 1),
+        "sizes": ("<i4", 2),
+        "files": ("<i4", 1),
+        "offsets": ("<i8", 1),
+        "lengths": ("<i8", 1),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)

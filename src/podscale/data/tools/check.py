@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ DIGEST_BYTES = 16
 MAX_BYTES = 2**31  # of a file that is read
 UNEVEN_RATIO = 2.5  # times as many images in one class as in another
 _MAGIC_FORMATS = ((b"\xff\xd8", "JPEG"), (b"\x89PNG\r\n\x1a\n", "PNG"), (b"RIFF", "WebP"), (b"P6", "PPM"))
-_EXTENSION_FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WebP", "ppm": "PPM"}
+_EXTENSION_FORMATS = MappingProxyType({"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WebP", "ppm": "PPM"})
 
 
 class Problem(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -56,7 +56,7 @@ MAX_SIDE = 65_500  # libjpeg's limit
 QUEUED_PER_THREAD = 4
 QUEUED_BYTES = 2**30
 WORK_BYTES_PER_PIXEL = 8  # coefficients of 2 bytes, or pixels, and the file itself
-_EXTENSIONS = {b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp", b"P6": "ppm"}
+_EXTENSIONS = MappingProxyType({b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp", b"P6": "ppm"})
 
 
 class EncodedImage(NamedTuple):

@@ -5,6 +5,7 @@ were trained in TensorFlow. So they only make sense in networks that pad and nor
 """
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from podscale.errors import UserError
 from podscale.models.efficientnet import EfficientNet
@@ -17,16 +18,20 @@ from podscale.models.weights.places import (
     join_names,
 )
 
-BLOCK = {
-    "_expand_conv": "expand.conv",
-    "_bn0": "expand.norm",
-    "_depthwise_conv": "depthwise.conv",
-    "_bn1": "depthwise.norm",
-    "_project_conv": "project.conv",
-    "_bn2": "project.norm",
-}
+BLOCK = MappingProxyType(
+    {
+        "_expand_conv": "expand.conv",
+        "_bn0": "expand.norm",
+        "_depthwise_conv": "depthwise.conv",
+        "_bn1": "depthwise.norm",
+        "_project_conv": "project.conv",
+        "_bn2": "project.norm",
+    }
+)
 EXPANSION = ("_expand_conv", "_bn0")  # what a block that does not expand lacks
-SQUEEZE_EXCITATION = {"_se_reduce": "squeeze_excitation.squeeze", "_se_expand": "squeeze_excitation.excite"}
+SQUEEZE_EXCITATION = MappingProxyType(
+    {"_se_reduce": "squeeze_excitation.squeeze", "_se_expand": "squeeze_excitation.excite"}
+)
 EPSILON = 1e-3
 
 

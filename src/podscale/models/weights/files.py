@@ -1,8 +1,9 @@
 """Read weights files: safetensors, and torch state dicts without executing what they hold."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,10 @@ def _to_numpy(tensor: Any, torch: Any) -> np.ndarray:
     return wide.detach().numpy()
 
 
-_READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
-    ".safetensors": _read_safetensors,
-    ".pth": _read_torch,
-    ".pt": _read_torch,
-}
+_READERS: Mapping[str, Callable[[Path], dict[str, np.ndarray]]] = MappingProxyType(
+    {
+        ".safetensors": _read_safetensors,
+        ".pth": _read_torch,
+        ".pt": _read_torch,
+    }
+)

@@ -4,7 +4,7 @@ Exchange changes names and the order of axes; nothing is computed. Every tensor 
 or the model stays unchanged.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ def iterate_pointwise_places(model: nnx.Module, modules: Iterable[tuple[str, str
         yield f"{theirs}.bias", Place(dense.bias, (0,))
 
 
-def join_names(theirs: str, ours: str, table: dict[str, str]) -> list[tuple[str, str]]:
+def join_names(theirs: str, ours: str, table: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the names of a table under these prefixes.
 
     >>> join_names("blocks.0", "layers.1", {"fc1": "expand"})

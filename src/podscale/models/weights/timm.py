@@ -3,8 +3,9 @@
 Each family has one table of timm's module names and our paths; `places.py` says how the tensors of a layer correspond.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,31 +29,39 @@ from podscale.models.weights.places import (
 
 # --- tables: timm's names, and ours ----------------------------------------------------------------------------------
 
-VIT_BLOCK = {
-    "norm1": "norm1",
-    "attn.qkv": "attention.qkv",
-    "attn.proj": "attention.project",
-    "norm2": "norm2",
-    "mlp.fc1": "mlp.expand",
-    "mlp.fc2": "mlp.project",
-}
-CONVNEXT_BLOCK = {"conv_dw": "depthwise", "norm": "norm", "mlp.fc1": "expand", "mlp.fc2": "project"}
-CONVNEXT_DOWNSAMPLE = {"0": "norm", "1": "conv"}
-EFFICIENTNET_BLOCK = {  # an inverted bottleneck
-    "conv_pw": "expand.conv",
-    "bn1": "expand.norm",
-    "conv_dw": "depthwise.conv",
-    "bn2": "depthwise.norm",
-    "conv_pwl": "project.conv",
-    "bn3": "project.norm",
-}
-EFFICIENTNET_FIRST_BLOCK = {  # one that does not expand
-    "conv_dw": "depthwise.conv",
-    "bn1": "depthwise.norm",
-    "conv_pw": "project.conv",
-    "bn2": "project.norm",
-}
-SQUEEZE_EXCITATION = {"se.conv_reduce": "squeeze_excitation.squeeze", "se.conv_expand": "squeeze_excitation.excite"}
+VIT_BLOCK = MappingProxyType(
+    {
+        "norm1": "norm1",
+        "attn.qkv": "attention.qkv",
+        "attn.proj": "attention.project",
+        "norm2": "norm2",
+        "mlp.fc1": "mlp.expand",
+        "mlp.fc2": "mlp.project",
+    }
+)
+CONVNEXT_BLOCK = MappingProxyType({"conv_dw": "depthwise", "norm": "norm", "mlp.fc1": "expand", "mlp.fc2": "project"})
+CONVNEXT_DOWNSAMPLE = MappingProxyType({"0": "norm", "1": "conv"})
+EFFICIENTNET_BLOCK = MappingProxyType(
+    {  # an inverted bottleneck
+        "conv_pw": "expand.conv",
+        "bn1": "expand.norm",
+        "conv_dw": "depthwise.conv",
+        "bn2": "depthwise.norm",
+        "conv_pwl": "project.conv",
+        "bn3": "project.norm",
+    }
+)
+EFFICIENTNET_FIRST_BLOCK = MappingProxyType(
+    {  # one that does not expand
+        "conv_dw": "depthwise.conv",
+        "bn1": "depthwise.norm",
+        "conv_pw": "project.conv",
+        "bn2": "project.norm",
+    }
+)
+SQUEEZE_EXCITATION = MappingProxyType(
+    {"se.conv_reduce": "squeeze_excitation.squeeze", "se.conv_expand": "squeeze_excitation.excite"}
+)
 
 
 # --- exchange --------------------------------------------------------------------------------------------------------
@@ -164,9 +173,11 @@ def _iterate_resnet(model: resnet.ResNet) -> Iterator[tuple[str, Place]]:
     yield from torchvision.list_places(model).items()
 
 
-_FAMILIES: dict[type, Callable[[Any], Iterator[tuple[str, Place]]]] = {
-    vit.VisionTransformer: _iterate_vit,
-    convnext.ConvNeXt: _iterate_convnext,
-    efficientnet.EfficientNet: _iterate_efficientnet,
-    resnet.ResNet: _iterate_resnet,
-}
+_FAMILIES: Mapping[type, Callable[[Any], Iterator[tuple[str, Place]]]] = MappingProxyType(
+    {
+        vit.VisionTransformer: _iterate_vit,
+        convnext.ConvNeXt: _iterate_convnext,
+        efficientnet.EfficientNet: _iterate_efficientnet,
+        resnet.ResNet: _iterate_resnet,
+    }
+)

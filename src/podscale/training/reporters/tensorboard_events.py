@@ -22,7 +22,7 @@ def _make_table() -> list[int]:
     return table
 
 
-_TABLE = _make_table()
+_TABLE = tuple(_make_table())
 
 
 def compute_crc32c(data: bytes) -> int:

@@ -2,7 +2,7 @@
 
 TensorBoard's files are always written. Weights & Biases and MLflow log a run only if they are named (`--track wandb`),
 and are imported only then. A tracker gets the scalars of every event, in the main process alone. To add one, write a
-function from a run to a `Tracker` and put it into `TRACKERS`.
+function from a run to a `Tracker` and add it to `TRACKERS`.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Protocol
 
+from podscale.config.registry import Registry
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.runs.events import Event
@@ -125,11 +126,9 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-TRACKERS: dict[str, Callable[[Run], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-}
+TRACKERS: Registry[Callable[[Run], Tracker]] = Registry(
+    "tracker", {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+)
 DEFAULT_TRACKERS = ("tensorboard",)
 
 

@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -36,7 +36,7 @@ MAX_CLASSES = 2**20
 MAX_CLASS_LIST_BYTES = 2**28
 CLASSES_FILE = "classes.txt"
 WINDOW_BYTES = 4096  # of an image's header that are parsed at once
-SPLIT_NAMES = {"train": ("train",), "val": ("validation", "val", "test")}
+SPLIT_NAMES = MappingProxyType({"train": ("train",), "val": ("validation", "val", "test")})
 
 
 @dataclass(frozen=True)

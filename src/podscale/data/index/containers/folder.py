@@ -6,6 +6,7 @@ A folder of class folders alone, CLASS/FILE, is split by rule: every fifth image
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 LAYOUT = "train/CLASS/FILE and val/CLASS/FILE, or CLASS/FILE"
 VALIDATION_STRIDE = 5
 MAX_NAMES = 5  # of class folders in a message
-RESERVED = {"train", "val", "validation", "test"}  # a folder with one of these is split already
+RESERVED = frozenset({"train", "val", "validation", "test"})  # a folder with one of these is split already
 # Both splits of an unsplit folder are in the same class folders; the suffix of a container's path selects the split.
-UNSPLIT = {"train": "/.", "val": "/./."}
+UNSPLIT = MappingProxyType({"train": "/.", "val": "/./."})
 
 
 def find(root: Folder) -> Listing:

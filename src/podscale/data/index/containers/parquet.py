@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from podscale.errors import UserError
 LAYOUT = "train*.parquet and validation*.parquet (or val*, test*), or folders of these names"
 COLUMNS = ((b"image", b"bytes"), (b"image",))
 REWRITE = 'pyarrow.parquet.write_table(pyarrow.parquet.read_table(FILE), NEW, compression="none", use_dictionary=False)'
-CODECS = {1: "SNAPPY", 2: "GZIP", 3: "LZO", 4: "BROTLI", 5: "LZ4", 6: "ZSTD", 7: "LZ4_RAW"}
+CODECS = MappingProxyType({1: "SNAPPY", 2: "GZIP", 3: "LZO", 4: "BROTLI", 5: "LZ4", 6: "ZSTD", 7: "LZ4_RAW"})
 MAX_FOOTER_BYTES = 2**23
 LABEL_PAGE = 2**16  # bytes of a request for labels
 _BYTE_ARRAY = 6

@@ -8,7 +8,9 @@ and its kind.
 import gzip
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -34,15 +36,17 @@ class ArrayDataSet(NamedTuple):
 
 # --- CIFAR ---------------------------------------------------------------------------------------------------------
 
-CIFAR10: dict[str, tuple[str, ...]] = {
-    "train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
-    "val": ("test_batch.bin",),
-}
-CIFAR100: dict[str, tuple[str, ...]] = {"train": ("train.bin",), "val": ("test.bin",)}
+CIFAR10: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+        "val": ("test_batch.bin",),
+    }
+)
+CIFAR100: Mapping[str, tuple[str, ...]] = MappingProxyType({"train": ("train.bin",), "val": ("test.bin",)})
 CIFAR_LAYOUT = "data_batch_1.bin to data_batch_5.bin and test_batch.bin, or train.bin and test.bin"
 
 
-def find_cifar_files(root: Path) -> tuple[Path, dict[str, tuple[str, ...]]]:
+def find_cifar_files(root: Path) -> tuple[Path, Mapping[str, tuple[str, ...]]]:
     """Return the folder that holds the binary files, `root` or a folder in it, and their names by split."""
     for folder in (root, *(Path(entry.path) for entry in list_visible(root) if entry.is_dir())):
         present = {entry.name for entry in list_visible(folder)}
@@ -95,7 +99,7 @@ def _read_class_names(path: Path, classes: int) -> tuple[str, ...]:
 
 # --- MNIST ---------------------------------------------------------------------------------------------------------
 
-MNIST_PREFIXES = {"train": "train", "val": "(?:t10k|test)"}
+MNIST_PREFIXES = MappingProxyType({"train": "train", "val": "(?:t10k|test)"})
 MNIST_LAYOUT = "train-images-idx3-ubyte, train-labels-idx1-ubyte and the same for t10k, each alone or as .gz"
 
 

@@ -19,7 +19,7 @@ from podscale.errors import UserError
 LAYOUT = "train-00000-of-01024 and so on, and validation-*, val-* or test-*, or folders of these names"
 IMAGE, LABEL = b"image/encoded", b"image/class/label"
 CLASS_NAMES = (b"image/class/synset", b"image/class/text")  # the first that is present names the class
-_KEYS = {IMAGE, LABEL, *CLASS_NAMES}
+_KEYS = frozenset({IMAGE, LABEL, *CLASS_NAMES})
 MAX_TEXT_BYTES = 2**12
 _SHARD = re.compile(r"-\d+-of-\d+$|\.tfrecords?$|\.tfrecords?-\d+-of-\d+$")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -75,7 +75,7 @@ def _make_crc_table() -> list[int]:
     return table
 
 
-_CRC = _make_crc_table()
+_CRC = tuple(_make_crc_table())
 
 
 def compute_masked_crc(data: bytes) -> int:

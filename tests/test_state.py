@@ -1,0 +1,68 @@
+"""No module holds state that changes: constants are immutable, and what programs may add to is a `Registry`."""
+
+import ast
+import dataclasses
+import importlib
+from collections import deque
+from pathlib import Path
+
+from test_layers import MODULES
+
+from podscale.config.registry import Registry
+
+ROOT = Path(__file__).parents[1] / "src"
+MUTABLE = (dict, list, set, bytearray, deque)
+# JAX has one runtime in a process, so there is one process group, which joins and leaves with it; and one start of the
+# process, whose clock runs from the first import on.
+GLOBALS = {"processes.group": {"_rank_and_size", "_introduction", "_exchanges"}, "processes.heartbeat": {"_monitor"}}
+OBJECTS = {"runs.startup": {"clock"}}
+# Results of pure functions, kept because they are asked for often.
+CACHED = {"data.order": {"_make_aspect_tables"}, "forecast.chips": {"_load_chips"}}
+CACHED |= {"forecast.compute": {"_load_curve"}}
+
+
+def is_changeable(value):
+    """Return whether a value is a container, or an object of ours, that can be changed."""
+    if isinstance(value, MUTABLE):
+        return True
+    ours = type(value).__module__.startswith("podscale.") and not isinstance(value, type | tuple | Registry)
+    is_frozen = dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen
+    return ours and not is_frozen
+
+
+def list_constants(path):
+    """Return the names that a module assigns at its top level."""
+    for node in ast.parse(path.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            yield from (name.id for name in ast.walk(target) if isinstance(name, ast.Name)) if target else ()
+
+
+def test_constants_are_immutable():
+    found = {}
+    for name, path in MODULES.items():
+        if name.endswith("__main__"):
+            continue
+        module = importlib.import_module(f"podscale.{name}" if name != "__init__" else "podscale")
+        changeable = {constant for constant in list_constants(path) if is_changeable(getattr(module, constant, None))}
+        if changeable - {"__all__"}:
+            found[name] = changeable - {"__all__"}
+    assert found == OBJECTS
+
+
+def test_functions_assign_no_global_names_but_those_of_the_process_group():
+    found = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Global):
+                found.setdefault(name, set()).update(node.names)
+    assert found == GLOBALS
+
+
+def test_only_pure_functions_are_cached():
+    found = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(d) for d in node.decorator_list):
+                found.setdefault(name, set()).add(node.name)
+    assert found == CACHED
