@@ -30,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, it does not f
 from support.chaos_faults import KINDS, Fault, draw_faults, wait_for_moment
 from support.chaos_training import ChaosTraining, TrialError
 
+from podscale.runs.folder import Run
+
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("chaos.jsonl")
 FAILED = ROOT / "build" / "chaos"
@@ -133,7 +135,9 @@ def check(training: ChaosTraining, expected: tuple[list, list]) -> None:
         raise TrialError("losses differ from those of the undisturbed run")
     if not all(np.array_equal(one, two) for one, two in zip(arrays, expected[1], strict=True)):
         raise TrialError("arrays differ from those of the undisturbed run")
-    summary = json.loads((training.folder / "summary.json").read_text())
+    summary = Run.load(training.folder).summary()
+    if not summary:
+        raise TrialError("the run has ended without a summary")
     if not 0 <= summary["goodput"] <= 1:
         raise TrialError(f"goodput is {summary['goodput']}")
 

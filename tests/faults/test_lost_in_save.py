@@ -42,26 +42,42 @@ def test_launch_ends_with_69_and_the_name_and_starts_again(tmp_path, site, monke
 @pytest.mark.slow
 @pytest.mark.processes(2)
 @pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
-def test_the_mpi_example_names_it_and_starts_again(tmp_path, site):
+def test_the_mpi_example_ends_with_69_and_the_name_and_starts_again(tmp_path, site):
     command = [ROOT / "examples" / "mpi.sh", *SETTINGS, *MORE, "--run", tmp_path / "run"]
-    settings = {"PATH": PATH, "PYTHONPATH": site, "MPIRUN": "mpirun -n 2 --oversubscribe", "MOST_RESTARTS": "1"}
-    out, err = wait_for_success(start(command, **{name: str(value) for name, value in settings.items()}, **AS_ROOT))
-    assert "rank 1" in out + err or "process 1 on" in err
-    assert "starting again (1 of 1)" in err
+    settings = AS_ROOT | {"PATH": PATH, "PYTHONPATH": str(site), "MPIRUN": "mpirun -n 2 --oversubscribe"}
+    (code,), ((out, err),) = wait_for_exit([start(command, MOST_RESTARTS="0", **settings)])
+    assert code == PEER_LOST, err[-3000:]
+    assert "process rank 1" in out + err or "process 1 on" in err
+    (site / "died").unlink()
+    out, err = wait_for_success(start(command, MOST_RESTARTS="1", **settings))
+    assert "exit code 69: starting again (1 of 1)" in err
+    assert "resuming after step" in err
     assert json.loads(out.splitlines()[-1])["steps"] == STEPS
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with start_slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
 
 
 @pytest.mark.slow
 @pytest.mark.processes(2)
 @pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
-def test_the_slurm_example_names_it_and_is_requeued(tmp_path, site):
-    log = tmp_path / "job.log"
+def test_the_slurm_example_ends_with_69_and_the_name_and_is_requeued(tmp_path, site, cluster):
     script = [ROOT / "examples" / "slurm.sh", *SETTINGS, *MORE, "--run", tmp_path / "run"]
-    with start_slurm(tmp_path / "slurm") as cluster:
-        environment = make_environment(PATH=PATH, PYTHONPATH=str(site))
+
+    def run_job(log, most_restarts):
+        environment = make_environment(PATH=PATH, PYTHONPATH=str(site), MOST_RESTARTS=str(most_restarts))
         job = cluster.submit("-n", "2", "--overcommit", f"--output={log}", *script, environment=environment)
-        assert cluster.wait(job, timeout_s=600) == "COMPLETED", log.read_text()[-3000:]
-    output = log.read_text()
-    assert "task 1: Killed" in output or "process 1 on" in output
-    assert "back to the queue (restart 1 of at most 50)" in output
-    assert f'"steps": {STEPS}' in output
+        return cluster.wait(job, timeout_s=600), cluster.show_job(job)["ExitCode"]
+
+    log = tmp_path / "once.log"
+    assert run_job(log, 0) == ("FAILED", f"{PEER_LOST}:0"), log.read_text()[-3000:]
+    assert "task 1: Killed" in log.read_text() or "process 1 on" in log.read_text()
+    (site / "died").unlink()
+    log = tmp_path / "requeued.log"
+    assert run_job(log, 50) == ("COMPLETED", "0:0"), log.read_text()[-3000:]
+    assert "exit code 69: back to the queue (restart 1 of at most 50)" in log.read_text()
+    assert "resuming after step" in log.read_text()
+    assert f'"steps": {STEPS}' in log.read_text()

@@ -1,18 +1,11 @@
-"""A `sitecustomize` module that kills one process of a run at a moment of a save, whatever started it.
+"""A site (see `patched_site`) that kills one process of a run at a moment of a save, whatever started it."""
 
-Python runs it at the start of every process that has its folder on PYTHONPATH. `write_dying_site` writes it.
-"""
+from support.patched_site import write_site
 
-SITE = """
-import importlib.abc, importlib.util, os, signal, sys
-from pathlib import Path
+PATCH = """
+import signal
 
 moment, victim, marker = {moment!r}, {victim!r}, Path({marker!r})
-
-def find_number():
-    if "--process" in sys.argv:
-        return sys.argv[sys.argv.index("--process") + 1]
-    return os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("SLURM_PROCID")
 
 def patch():
     from podscale.training.checkpoint import Checkpoints
@@ -37,29 +30,9 @@ def patch():
     Checkpoints.save = save
     moments = {{"start": (BackgroundSave, "_write_part"), "written": (Exchange, "report")}}
     die_before(*moments.get(moment, (Exchange, "await_decision")))
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "podscale.training.loop":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_patch(module):
-            execute(module)
-            patch()
-
-        spec.loader.exec_module = execute_and_patch
-        return spec
-
-sys.meta_path.insert(0, Finder())
 """
 
 
 def write_dying_site(folder, moment, victim):
-    """Write the module into a folder; return the folder, for PYTHONPATH."""
-    folder.mkdir()
-    text = SITE.format(moment=moment, victim=str(victim), marker=str(folder / "died"))
-    (folder / "sitecustomize.py").write_text(text)
-    return folder
+    """Write the site into a folder, where a file `died` records that the process has died; return the folder."""
+    return write_site(folder, PATCH.format(moment=moment, victim=victim, marker=str(folder / "died")))

@@ -125,7 +125,10 @@ def _run_session(request: Request) -> JsonObject:
         if run.start >= steps or run.accounts.is_target_reached():
             excess = f": after step {run.start:,}, and the recipe has {steps:,}" if run.start > steps else ""
             run.console.print(f"{request.folder} has already come to its end{excess}", highlight=False, markup=False)
-            return run.accounts.load_past_summary()
+            if run.events.run.summary():
+                return run.accounts.load_past_summary()
+            run.events.report_end(run.start)  # it was killed after its last checkpoint, and before its summary
+            return run.accounts.summary
         try:
             with StopRequest(run.start) as stop, heartbeat.fail_together(*SHARED_ERRORS):
                 run.events.report_end(run_training(run, run.take_state(), stop))
