@@ -14,12 +14,10 @@ from podscale.errors import UserError
 class PodOptions:
     """Which devices, and how they are laid out."""
 
-    shape: str = _field("", "rows x columns of the devices that are there, such as 2x4")
+    shape: str = _field("", "rows x columns of the available devices, such as 2x4")
     virtual: str = _field("", "simulate this many devices on the CPU, such as 2x2")
-    cores: int = _field(0, "devices that make up a chip; on CPUs so many in each process; 0: as the hardware says")
-    heartbeat_s: float = _field(
-        60.0, "seconds without a sign of life after which a process counts as dead, and all end"
-    )
+    cores: int = _field(0, "devices per chip; on CPUs, devices in each process; 0: as the hardware says")
+    heartbeat_s: float = _field(60.0, "seconds without a heartbeat after which a process counts as dead, and all end")
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,11 @@ class Options:
     summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "sharded"] = _field(
         "auto", "how gradients are summed"
     )
-    payload: Literal["float32", "bfloat16"] = _field("float32", "what gradients travel as")
-    bucket_mib: int = _field(-1, "gradients travel in buckets of this size; 0: all in one; -1: with summation")
-    micro_batches: int = _field(0, "slices a device works through per update; 0: as few as fit its memory")
+    payload: Literal["float32", "bfloat16"] = _field("float32", "type in which gradients are sent")
+    bucket_mib: int = _field(
+        -1, "gradients are sent in buckets of this size; 0: all in one; -1: chosen with the summation"
+    )
+    micro_batches: int = _field(0, "micro-batches per device and update; 0: as few as fit the memory")
     steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")
     eval_images: int = _field(0, "images per device and evaluation step; 0: as in training")
     cache: Literal["auto", "none", "encoded", "decoded", "device"] = _field(
@@ -45,7 +45,7 @@ class Options:
         "where images are cached: after the first pass in the hosts' memory, or from the start on every device; "
         "auto: on the devices if that is little of a GPU's or TPU's memory, else decoded or else encoded if they fit",
     )
-    cache_gib: float = _field(0.0, "memory that the cache may take on each host; 0: half of what is free")
+    cache_gib: float = _field(0.0, "memory for the cache on each host; 0: half of what is free")
     save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")
     timeout_s: float = _field(1800.0, "seconds without progress after which a run counts as stuck and ends; 0: never")
     check_steps: int = _field(100, "updates between comparisons of all devices' parameters; 0: never")
@@ -55,8 +55,8 @@ class Options:
         "bfloat16, on GPUs that have kernels for it (Hopper), where training is long enough to earn their compilation; "
         "attention of Vision Transformers in bfloat16 as one kernel of cuDNN's, on any GPU",
     )
-    deterministic: bool = _field(False, "on GPU, the same bits every time, also after a resume; somewhat slower")
-    keep: int = _field(2, "newest checkpoints that are kept, besides the best one; at least 1")
+    deterministic: bool = _field(False, "on GPU, bit-identical results every time, also after a resume; slower")
+    keep: int = _field(2, "number of newest checkpoints to keep, besides the best one; at least 1")
 
 
 def set_summation(options: Options, name: str, bucket_mib: int) -> Options:

@@ -14,29 +14,29 @@ class Data:
         "digits", "embedded digits, an image folder, an .npz file, a folder of shards, or CIFAR's or MNIST's own files"
     )
     path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
-    image_size: int = _field(8, "side of the square the model sees, in pixels")
+    image_size: int = _field(8, "side of the square image the model sees, in pixels")
     train_sizes: tuple[int, ...] = _field(
-        (), "sides of training images one after the other; evaluation has image_size; none: training too"
+        (), "image sizes of successive phases of training (evaluation uses image_size); none: image_size"
     )
-    size_epochs: tuple[float, ...] = _field((), "epochs after which training goes on to the next of train_sizes")
-    shrink: int = _field(0, "images are first shrunk to at most this many pixels on the longer side; 0: not at all")
+    size_epochs: tuple[float, ...] = _field((), "epochs at which training moves to the next of train_sizes")
+    shrink: int = _field(0, "shrink images to at most this many pixels on the longer side first; 0: off")
     lanes: int = _field(1, "independent shuffles that the data set is split into; a host reads only its own lanes")
     classes: int = _field(0, "number of classes; 0: as found")
-    balance: bool = _field(False, "train on every class equally often, however many images it has")
+    balance: bool = _field(False, "sample every class equally often, whatever its number of images")
     hold_out: float = _field(
-        0.0, "share of the training images to validate on instead of the validation set; they are not trained on"
+        0.0, "fraction of the training images to validate on instead of the validation set; they are not trained on"
     )
     train_samples: int = _field(0, "number of training images; 0: as found")
     val_samples: int = _field(0, "number of validation images; 0: as found")
-    eval_fraction: float = _field(1.0, "share of the shorter side that evaluation's centre crop keeps")
+    eval_fraction: float = _field(1.0, "fraction of the shorter side that evaluation's centre crop keeps")
     eval_views: int = _field(
-        1, "views that evaluation averages over: 1; 2: and mirrored; 6: both also moved by a pixel along the diagonal"
+        1, "views that evaluation averages: 1; 2: also flipped; 6: both also shifted by one pixel along the diagonal"
     )
-    max_image_mib: int = _field(1024, "memory that decoding one image may take, in MiB; larger ones count as bad")
+    max_image_mib: int = _field(1024, "largest memory to decode one image, in MiB; larger images count as bad")
     eval_confidence: float = _field(
-        1.0, "further views only of images whose first view has a class of lower probability; 1: of all"
+        1.0, "use further views only if the first view's highest probability is below this; 1: always"
     )
-    bad_share: float = _field(0.001, "share of a split's images that may be unreadable, at least one; 0: none")
+    bad_share: float = _field(0.001, "fraction of a split's images that may be unreadable, at least one image; 0: none")
     mean: tuple[float, ...] = _field((0.485, 0.456, 0.406), "per-channel mean of pixels in 0..1")
     std: tuple[float, ...] = _field((0.229, 0.224, 0.225), "per-channel standard deviation of pixels in 0..1")
 
@@ -52,35 +52,36 @@ class Model:
 
     name: str = _field("resnet8", "a name that `podscale.models.registry.list_models()` lists")
     stem: Literal["conv7", "space_to_depth", "small"] = _field(
-        "small", "of ResNets: 7x7 stride 2 and max-pool; the same function on 2x2 blocks; or 3x3 for small images"
+        "small", "ResNet stem: 7x7 with stride 2 and max-pool; the same function on 2x2 blocks; or 3x3 for small images"
     )
     activation: Literal["default", "cubic_gelu"] = _field(
-        "default", "ReLU of ResNets and GELU of cifarnet; or a cubic that is close to GELU and faster (cifarnet)"
+        "default",
+        "default: ReLU in ResNets, GELU in cifarnet; cubic_gelu: a faster cubic gate close to GELU (cifarnet)",
     )
     width: int = _field(64, "channels of the first stage (ResNets, cifarnet)")
-    patch: int = _field(16, "side of a Vision Transformer's patches, in pixels")
+    patch: int = _field(16, "patch size of Vision Transformers, in pixels")
     pooling: Literal["token", "mean"] = _field(
-        "token", "what a Vision Transformer classifies by: a class token, or the mean over all patches"
+        "token", "Vision Transformers classify by a class token, or by the mean over all patches"
     )
     positions: Literal["learned", "sincos"] = _field(
         "learned", "position embeddings of a Vision Transformer: learned, or fixed sines and cosines"
     )
     padding: Literal["symmetric", "same"] = _field(
-        "symmetric", "of EfficientNet's convolutions: the same on all sides, or TensorFlow's"
+        "symmetric", "padding of EfficientNet's convolutions: symmetric, or as in TensorFlow"
     )
-    norm_epsilon: float = _field(0.0, "added to variances by EfficientNet's batch norms; 0: 1e-5; TensorFlow has 1e-3")
+    norm_epsilon: float = _field(0.0, "epsilon of EfficientNet's batch norms; 0: 1e-5; TensorFlow uses 1e-3")
     precision: Literal["float32", "bfloat16", "float64"] = _field(
-        "float32", "of the computation; parameters and statistics are at least float32 (float64 is for checking)"
+        "float32", "precision of the computation; parameters and statistics are at least float32 (float64 is for tests)"
     )
-    dropout: float = _field(0.0, "share of the features before the head that dropout sets to 0 (not of ResNets)")
+    dropout: float = _field(0.0, "dropout rate of the features before the head (not in ResNets)")
     drop_path: float = _field(
-        0.0, "chance that stochastic depth leaves out the last block; it grows from 0 at the first (not of ResNets)"
+        0.0, "stochastic-depth rate of the last block; it grows from 0 at the first (not in ResNets)"
     )
-    remat: bool = _field(False, "compute each layer again in the backward pass instead of keeping what it computed")
+    remat: bool = _field(False, "recompute each layer in the backward pass instead of storing its activations")
     init: str = _field(
         "", "initial weights: a run's folder, .safetensors, a torch state dict or hub:OWNER/NAME; required: give some"
     )
-    freeze: tuple[str, ...] = _field((), "layers that stay as they are, such as layers.0; body: all but the head")
+    freeze: tuple[str, ...] = _field((), "layers that are not trained, such as layers.0; body: all but the head")
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,21 @@ class Optimizer:
     nesterov: bool = _field(False, "Nesterov's momentum (sgd, adamw, muon)")
     weight_decay: float = _field(1e-4, "weight decay")
     trust: float = _field(
-        0.001, "trust coefficient of lars; the share of its norm that muon moves a kernel by, at rate 1"
+        0.001,
+        "trust coefficient of lars; for muon, the update's norm as a fraction of the kernel's, at learning rate 1",
     )
-    newton_schulz: int = _field(5, "steps in which muon comes near an orthogonal matrix")
+    newton_schulz: int = _field(5, "Newton-Schulz iterations of muon")
     renormalize: bool = _field(
-        False, "muon gives every kernel the norm √outputs before each update, and its update the norm it has by itself"
+        False, "muon rescales every kernel to norm √outputs before each update, and does not rescale the update"
     )
-    rest_momentum: float = _field(0.0, "momentum of what muon leaves to sgd; 0: the same")
+    rest_momentum: float = _field(0.0, "momentum of the parameters that muon leaves to sgd; 0: the same")
     epsilon: float = _field(0.0, "added to denominators (lars, adamw, rmsprop); 0: none, 1e-8, 1e-3")
     second_moment: float = _field(0.999, "decay of the second moment of adamw and rmsprop")
-    skip: tuple[str, ...] = _field(("bias", "scale"), "parameters without weight decay and trust ratio, by last name")
-    clip_norm: float = _field(0.0, "gradients are scaled down to this global norm; 0: never")
-    average: float = _field(0.0, "decay of the weight average that evaluation uses; 0: no average")
+    skip: tuple[str, ...] = _field(
+        ("bias", "scale"), "parameters without weight decay and trust ratio, by the last part of their name"
+    )
+    clip_norm: float = _field(0.0, "clip gradients to this global norm; 0: never")
+    average: float = _field(0.0, "decay of the weight average (EMA) that evaluation uses; 0: no average")
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,14 @@ class Schedule:
 
     peak: float = _field(1.0, "learning rate at the end of warm-up, before scaling by the batch")
     bias_peak: float = _field(0.0, "the same for parameters in optimizer.skip; 0: as for all")
-    head_peak: float = _field(0.0, "the same for the last layer, but for its bias; 0: as for all")
+    head_peak: float = _field(0.0, "the same for the last layer, except its bias; 0: as for all")
     stem_epochs: float = _field(
-        0.0, "epochs in which the first layer goes through the whole schedule, to stay at its end; 0: all of them"
+        0.0, "epochs in which the first layer runs through the whole schedule; then it stays fixed; 0: all epochs"
     )
-    layer_decay: float = _field(1.0, "learning rate of a layer as a share of the next layer's; 1: all the same")
-    scale_batch: int = _field(0, "linear scaling rule: peak is for this batch size; 0: peak is taken as it is")
+    layer_decay: float = _field(
+        1.0, "layer-wise learning-rate decay: a layer's rate as a fraction of the next layer's; 1: off"
+    )
+    scale_batch: int = _field(0, "linear scaling rule: peak is for this batch size; 0: peak is used as it is")
     warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
     decay: Literal["polynomial", "cosine", "step", "exponential", "constant"] = _field(
         "polynomial", "shape after warm-up"
@@ -135,7 +141,7 @@ class Schedule:
     end: float = _field(1e-4, "learning rate at the end (polynomial, cosine)")
     milestones: tuple[float, ...] = _field((), "epochs at which step decay multiplies by `factor`")
     factor: float = _field(0.1, "of step and exponential decay")
-    decay_epochs: float = _field(2.4, "epochs after which exponential decay multiplies by `factor`, again and again")
+    decay_epochs: float = _field(2.4, "exponential decay multiplies by `factor` every so many epochs")
 
 
 @dataclass(frozen=True)
@@ -143,22 +149,22 @@ class Augment:
     """How training augments an image; everything is a function of (seed, pass or step, image or position)."""
 
     crop: Literal["resized", "padded", "centre"] = _field(
-        "resized", "a random box resized; a random shift inside a padded border; or evaluation's centre crop"
+        "resized", "random-resized crop; a random shift with a padded border; or evaluation's centre crop"
     )
-    min_area: float = _field(0.08, "least share of the image that a resized crop takes")
-    max_aspect: float = _field(4 / 3, "largest ratio of a resized crop's sides")
+    min_area: float = _field(0.08, "smallest area of a resized crop, as a fraction of the image")
+    max_aspect: float = _field(4 / 3, "largest aspect ratio of a resized crop")
     padding: int = _field(4, "border of a padded crop, in pixels (reflected)")
-    flip: bool = _field(True, "flip each image with a chance of one half")
-    alternate: bool = _field(False, "flip: that chance holds in the first pass; then mirrored and not take turns")
+    flip: bool = _field(True, "flip each image horizontally with probability 1/2")
+    alternate: bool = _field(False, "flip at random in the first pass, then alternate between flipped and not")
     randaugment: int = _field(0, "RandAugment operations per image; 0: none")
     magnitude: float = _field(9.0, "strength of RandAugment, 0 to 30")
     mixup: float = _field(0.0, "alpha of mixup between positions 2k and 2k+1; 0: none")
     cutmix: float = _field(0.0, "alpha of CutMix between positions 2k and 2k+1; 0: none")
-    cutmix_chance: float = _field(0.5, "chance of a pair to get CutMix instead of mixup, where both are on")
-    erase: float = _field(0.0, "chance that a random rectangle is erased")
+    cutmix_chance: float = _field(0.5, "probability of CutMix instead of mixup, if both are on")
+    erase: float = _field(0.0, "probability that a random rectangle is erased")
     brightness: float = _field(0.0, "largest shift of all normalized pixels of an image; 0: none")
-    contrast: float = _field(0.0, "largest deviation from 1 of the factor that they are then multiplied by; 0: none")
-    label_smoothing: float = _field(0.0, "share of the target spread over all classes")
+    contrast: float = _field(0.0, "largest deviation from 1 of the factor that multiplies them; 0: none")
+    label_smoothing: float = _field(0.0, "label smoothing: fraction of the target spread over all classes")
 
 
 @dataclass(frozen=True)
@@ -166,12 +172,12 @@ class Train:
     """How long to train, how often to evaluate, from which seed."""
 
     epochs: float = _field(10.0, "passes over the training images")
-    seed: int = _field(0, "of everything random")
+    seed: int = _field(0, "seed of everything random")
     eval_epochs: float = _field(1.0, "epochs between evaluations")
     loss: Literal["softmax", "binary"] = _field(
-        "softmax", "cross-entropy by softmax; or the mean over classes of binary cross-entropies"
+        "softmax", "softmax cross-entropy; or the mean over classes of binary cross-entropies"
     )
-    class_weights: tuple[float, ...] = _field((), "factors of the classes' terms of the loss; none: all 1")
+    class_weights: tuple[float, ...] = _field((), "weights of the classes in the loss; none: all 1")
     stats_momentum: float = _field(0.9, "decay of the running batch-norm statistics, per update")
     bad_updates: int = _field(
         10, "consecutive non-finite updates before the run rolls back and skips their batches; 0: never"
