@@ -261,7 +261,7 @@ def test_waiting_for_a_full_disk_ends(monkeypatch, stop_requests, waited_s, expe
     tries = []
     events = SimpleNamespace(
         plan=SimpleNamespace(options=Options(timeout_s=1800)),
-        run=SimpleNamespace(folder="run"),
+        run=SimpleNamespace(where="run"),
         tolerate=lambda _: nullcontext(),
     )
     problem = "No space left on device"

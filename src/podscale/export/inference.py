@@ -38,7 +38,7 @@ def open_run(folder: str | None) -> Run:
     run = Run.load(folder) if folder else Run.load_newest(trained=True)
     source = (Run.read_plan(run.folder) or {}).get("model_source")
     if source and run.recipe.model.name not in list_models():
-        raise UserError(f"{run.folder} has the model {run.recipe.model.name!r} of {source}; add --import {source}")
+        raise UserError(f"{run.where} has the model {run.recipe.model.name!r} of {source}; add --import {source}")
     return run
 
 
@@ -56,7 +56,7 @@ def describe_checkpoint(run: Run, step: int) -> str:
     """Return which model answers: the run's folder, the checkpoint and its accuracy."""
     accuracies = [line["accuracy"] for line in run.metrics() if line["event"] == "eval" and line["step"] == step]
     accuracy = f"validation accuracy {accuracies[-1]:.2%}" if accuracies else "not evaluated"
-    return f"{run.folder}, checkpoint {step}, {accuracy}"
+    return f"{run.where}, checkpoint {step}, {accuracy}"
 
 
 def evaluate(
@@ -96,7 +96,7 @@ def evaluate(
     fitting = run.recipe.override({"batch.size": EVAL_IMAGES * pod.size, "batch.span": EVAL_IMAGES, "data.lanes": 1})
     program = prepare(fitting, pod, options, model)
     if program.data.classes != run.classes():
-        raise UserError(f"{run.recipe.data.path} has other classes than {run.folder} was trained on")
+        raise UserError(f"{run.recipe.data.path} has other classes than {run.where} was trained on")
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         step = trained_models.choose_step(run, checkpoints, which)
         state = program.restore_state(partial(checkpoints.restore, step))
@@ -104,7 +104,7 @@ def evaluate(
     result = evaluator(state)
     scores = compute_scores(program.data.val.labels, evaluator.predictions, len(run.classes()))
     warning = describe_baseline(result["accuracy"], scores, run.classes())
-    facts = {"unreadable": evaluator.unreadable_images, "checkpoint": step, "run": str(run.folder)}
+    facts = {"unreadable": evaluator.unreadable_images, "checkpoint": step, "run": run.where}
     return {**result, **scores, "classes": list(run.classes()), "warning": warning, **facts}
 
 

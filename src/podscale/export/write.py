@@ -73,7 +73,7 @@ def export_model(
     metadata = make_metadata(run, trained.step)
     _write_file(path, _WRITERS[format_name](run, trained, metadata))
     size = path.stat().st_size
-    return {"file": str(path), "format": format_name, "bytes": size, "run": str(run.folder)} | {
+    return {"file": str(path), "format": format_name, "bytes": size, "run": run.where} | {
         key: json.loads(metadata[key]) for key in ("checkpoint", "accuracy")
     }
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podscale.config.json_types import JsonObject
+from podscale.storage.locations import has_scheme
 
 
 def make_table(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -57,8 +58,11 @@ def show_summary(summary: JsonObject, console: Console) -> None:
     if "until" in summary:
         rows.insert(0, ("until", _format_target(summary)))
     rows.append(("run", folder))
-    rows.append(("report", f"{folder}/report.html"))
-    rows.append(("try it", f"{_get_command()} predict {folder}/sample.png --run {folder}"))
+    if has_scheme(folder):
+        rows.append(("report", f"{_get_command()} report {folder}"))
+    else:
+        rows.append(("report", f"{folder}/report.html"))
+        rows.append(("try it", f"{_get_command()} predict {folder}/sample.png --run {folder}"))
     console.print(make_table("result", rows))
     if summary.get("warning"):
         console.print(f"warning: {summary['warning']}", style="bold red", highlight=False, markup=False)

@@ -27,6 +27,7 @@ from pathlib import Path
 from podscale.config.json_types import Json, JsonObject
 from podscale.errors import UserError
 from podscale.recipe import Recipe, parse_recipe, parse_title, read_recipe_file
+from podscale.runs.bucket import find_bucket, resolve_folder
 from podscale.storage.files import describe_kind, read_json, read_lines, write_atomically
 from podscale.storage.lock import LOCK
 from podscale.storage.paths import require_local
@@ -171,8 +172,7 @@ class Run:
         Raises:
             UserError: the folder has no run.
         """
-        require_local(folder, "run")
-        folder = Path(folder).expanduser()
+        folder = resolve_folder(folder, "run")
         path = folder / "recipe.toml"
         if not path.is_file():
             raise UserError(f"there is no run in {folder}: it has no recipe.toml")
@@ -204,6 +204,12 @@ class Run:
     newest = load_newest  # an earlier name
 
     @property
+    def where(self) -> str:
+        """The run as the user names it: its folder, or the URL that the folder is a working copy of."""
+        bucket = find_bucket(self.folder)
+        return str(bucket.location if bucket else self.folder)
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
@@ -217,7 +223,8 @@ class Run:
 
     def has_checkpoints(self) -> bool:
         """Return whether there is a checkpoint, intact or not."""
-        return bool(_list_checkpoints(self.checkpoints))
+        bucket = find_bucket(self.folder)
+        return bool(bucket.refresh().get("steps") if bucket else _list_checkpoints(self.checkpoints))
 
     def classes(self) -> tuple[str, ...]:
         """Return names of the classes, in the order of the model's outputs."""

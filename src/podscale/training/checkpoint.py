@@ -27,8 +27,9 @@ from podscale.processes.group import is_main_process, run_on_main_process
 from podscale.training import checkpoint_files as files
 from podscale.training import checkpoint_save as saving
 from podscale.training import orbax_checkpoint
-from podscale.training.checkpoint_folder import Attempt, CheckpointFolder, DamagedFileError
+from podscale.training.checkpoint_folder import Attempt, DamagedFileError
 from podscale.training.checkpoint_format import InvalidManifestError, Manifest, find_pieces
+from podscale.training.checkpoint_store import CheckpointStore, open_checkpoint_store
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ T = TypeVar("T")
 class DamagedCheckpointError(UserError):
     """A checkpoint exists, but is not whole."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"checkpoint {path} is damaged: {reason}; remove it to go on from the one before it")
         self.path, self.reason = path, reason
 
@@ -75,9 +76,11 @@ class Checkpoints:
         Raises:
             UserError: the folder cannot be read or, unless it is only read, written.
         """
-        self._folder, self._store = folder.absolute(), CheckpointFolder(folder.absolute())
+        self._folder, self._store = folder.absolute(), open_checkpoint_store(folder)
         self._about, self._keep, self._saves, self._token = about, max(keep, 1), 0, ""
-        self.moved = dict[int, Path]()  # damaged checkpoints that the main process moved aside, and where they are now
+        self.moved = dict[
+            int, Path | str
+        ]()  # damaged checkpoints that the main process moved aside, and where they are now
         self.reasons = dict[int, str]()  # what was wrong with them
         self.problem = ""  # why a checkpoint could not be written the last time
         self._accuracies = dict[int, float | None]()  # of every checkpoint that is complete
@@ -88,20 +91,20 @@ class Checkpoints:
         if read_only:
             self._accuracies, invalid = self._list()
             for step, reason in invalid.items():
-                raise DamagedCheckpointError(folder / str(step), reason)
+                raise DamagedCheckpointError(self._store.describe(step), reason)
         else:
             run_on_main_process(self._prepare_folder)
             self._share_list()
 
     def _prepare_folder(self) -> None:
         """Remove what is incomplete, and move checkpoints aside whose metadata is invalid."""
-        files.check_writable(self._folder)
-        if steps := files.list_steps(self._folder):
-            files.write_record(self._folder, steps[-1])
+        self._store.check_writable()
+        if steps := self._store.list_steps():
+            self._store.write_record(steps[-1])
         self._store.remove_leftovers()
         self._accuracies, self.reasons = self._list()
         for step in self.reasons:
-            self.moved[step] = files.move_aside(self._folder, step, DAMAGED)
+            self.moved[step] = self._store.move_aside(step, DAMAGED)
 
     def _share_list(self) -> None:
         """Let all processes know the same checkpoints: a shared folder may look different in each for a moment."""
@@ -114,9 +117,10 @@ class Checkpoints:
     def _list(self) -> tuple[dict[int, float | None], dict[int, str]]:
         """Return the accuracy of each checkpoint, and what is wrong with those that cannot be listed."""
         accuracies, invalid = dict[int, float | None](), dict[int, str]()
-        for step in files.retry_reading(partial(files.list_steps, self._folder), self._folder):
+        for step in files.retry_reading(self._store.list_steps, self._folder):
             try:
-                accuracies[step] = files.retry_reading(partial(self._read_accuracy, step), self._folder / str(step))
+                read = partial(self._read_accuracy, step)
+                accuracies[step] = files.retry_reading(read, self._store.describe(step))
             except InvalidManifestError as error:
                 invalid[step] = str(error)
             except ValueError:
@@ -124,11 +128,11 @@ class Checkpoints:
         return accuracies, invalid
 
     def _read_accuracy(self, step: int) -> float | None:
-        path = self._folder / str(step)
         try:
             return Manifest.from_bytes(self._store.read_manifest(step)).accuracy
         except (FileNotFoundError, NotADirectoryError):
-            return orbax_checkpoint.read_accuracy(path) if orbax_checkpoint.is_orbax(path) else None
+            path = self._store.find_orbax(step)
+            return orbax_checkpoint.read_accuracy(path) if path else None
         except IsADirectoryError:
             raise InvalidManifestError(INVALID_METADATA) from None
 
@@ -194,7 +198,7 @@ class Checkpoints:
         """Record that there is a checkpoint, once the one that was saved last is complete; cheap to call often."""
         if self._unrecorded is None or not is_main_process():
             return
-        if self.is_saved(self._unrecorded) and files.write_record(self._folder, self._unrecorded):
+        if self.is_saved(self._unrecorded) and self._store.write_record(self._unrecorded):
             self._unrecorded = None
 
     def check_nothing_lost(self) -> None:
@@ -205,15 +209,15 @@ class Checkpoints:
         """
 
         def check() -> None:
-            if files.read_record(self._folder) is not None:
+            if self._store.read_record() is not None:
                 where = self._folder.with_name(DAMAGED)
-                raise files.make_lost_error(self._folder, f"none is whole, and what was damaged lies in {where}")
+                raise self._store.make_lost_error(f"none is whole, and what was damaged lies in {where}")
 
         run_on_main_process(check)
 
     def forget(self) -> None:
         """Forget that there were checkpoints: the run starts at step 0 on purpose; all processes call this."""
-        run_on_main_process(lambda: files.remove_record(self._folder))
+        run_on_main_process(self._store.remove_record)
 
     def wait(self) -> None:
         """Wait until every saved checkpoint is on disk.
@@ -237,7 +241,7 @@ class Checkpoints:
             UserError: it does not fit `like`, or cannot be read now.
         """
         target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), _flatten(like))
-        path = self._folder / str(step)
+        path = self._store.describe(step)
         try:
             manifest = files.retry_reading(partial(self._read_manifest, step), path)
             arrays = self._restore_orbax(step, target) if manifest is None else self._read(step, manifest, target)
@@ -247,13 +251,12 @@ class Checkpoints:
 
     def _read_manifest(self, step: int) -> Manifest | None:
         """Return a checkpoint's manifest; None if Orbax wrote it."""
-        path = self._folder / str(step)
         try:
             return Manifest.from_bytes(self._store.read_manifest(step))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            if orbax_checkpoint.is_orbax(path):
+            if self._store.find_orbax(step):
                 return None
-            if not path.is_dir():
+            if not self._store.has_folder(step):
                 raise
             raise DamagedFileError("its manifest is missing") from None
 
@@ -268,9 +271,8 @@ class Checkpoints:
                     f"checkpoint {step} does not fit the model of this recipe: {name} has type {specs[name].dtype}, "
                     f"wanted {np.dtype(array.dtype).name}"
                 )
-        path = self._folder / str(step)
-        values = files.retry_reading(partial(_read_values, self._store, manifest, target), path)
-        return _place(values, target)
+        read = partial(_read_values, self._store, manifest, target)
+        return _place(files.retry_reading(read, self._store.describe(step)), target)
 
     def _restore_orbax(self, step: int, target: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -282,14 +284,14 @@ class Checkpoints:
         _check_digests(dict(zip(arrays, digests, strict=True)), metadata["digests"])
         return arrays
 
-    def move_aside(self, step: int, name: str = DAMAGED) -> Path:
+    def move_aside(self, step: int, name: str = DAMAGED) -> Path | str:
         """Move a checkpoint to a folder that no run reads; all processes call this.
 
         Returns:
             Its new path, in the main process; elsewhere the folder that it is in.
         """
-        moved = [self._folder.with_name(name)]
-        run_on_main_process(lambda: moved.append(files.move_aside(self._folder, step, name)))
+        moved: list[Path | str] = [self._folder.with_name(name)]
+        run_on_main_process(lambda: moved.append(self._store.move_aside(step, name)))
         self._accuracies.pop(step, None)
         return moved[-1]
 
@@ -334,7 +336,7 @@ def _find_expired(accuracies: Mapping[int, float | None], keep: int) -> list[int
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _read_values(store: CheckpointFolder, manifest: Manifest, names: Mapping[str, Any]) -> dict[str, NDArray]:
+def _read_values(store: CheckpointStore, manifest: Manifest, names: Mapping[str, Any]) -> dict[str, NDArray]:
     """Return the arrays with these names, after comparing their checksums."""
     buffers = {i: np.empty(spec.size, np.uint8) for i, spec in enumerate(manifest.arrays) if spec.name in names}
     start = 0

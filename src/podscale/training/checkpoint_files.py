@@ -42,7 +42,7 @@ class UnreadableCheckpointError(UserError):
         )
 
 
-def retry_reading(read: Callable[[], T], path: Path) -> T:
+def retry_reading(read: Callable[[], T], path: Path | str) -> T:
     """Return what `read` returns, and try again for a while if it raises OSError.
 
     Not where a file is in the place of a folder: that does not pass.

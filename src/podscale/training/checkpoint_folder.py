@@ -18,7 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from podscale.errors import UserError
 from podscale.storage.files import name_file, open_regular
+from podscale.training import checkpoint_files as files
+from podscale.training import orbax_checkpoint
 from podscale.training.checkpoint_format import MANIFEST, MAX_MANIFEST_BYTES, FilePart, InvalidManifestError, Manifest
 
 PART, DELETED = ".part", ".deleted"
@@ -90,11 +93,32 @@ class CheckpointFolder:
     def _get_part_folder(self, attempt: Attempt) -> Path:
         return self.folder / f"{attempt.step}-{attempt.token}{PART}"
 
+    def move_aside(self, step: int, name: str) -> Path:
+        """Move a checkpoint to a folder beside its own that no run reads; return its new path."""
+        return files.move_aside(self.folder, step, name)
+
     # --- read ---
 
     def get_path(self, step: int) -> Path:
         """Return the folder of a checkpoint."""
         return self.folder / str(step)
+
+    def describe(self, step: int) -> str:
+        """Return where a checkpoint is."""
+        return str(self.get_path(step))
+
+    def list_steps(self) -> list[int]:
+        """Return the steps of all checkpoints, whole or not."""
+        return files.list_steps(self.folder)
+
+    def has_folder(self, step: int) -> bool:
+        """Return whether there is a checkpoint, whole or not."""
+        return self.get_path(step).is_dir()
+
+    def find_orbax(self, step: int) -> Path | None:
+        """Return the folder of a checkpoint if Orbax wrote it."""
+        path = self.get_path(step)
+        return path if orbax_checkpoint.is_orbax(path) else None
 
     def read_manifest(self, step: int) -> bytes:
         """Return the bytes of a manifest.
@@ -128,6 +152,32 @@ class CheckpointFolder:
             if self.get_path(step).is_dir():
                 raise DamagedFileError(f"{part.name} is missing") from None
             raise
+
+    # --- the record that there was a checkpoint ---
+
+    def find_steps(self, *, allow_lost: bool = False) -> list[int]:
+        """Return the steps of the run's checkpoints; see `checkpoint_files.find_steps`."""
+        return files.find_steps(self.folder, allow_lost=allow_lost)
+
+    def check_writable(self) -> None:
+        """Make the folder if it does not exist, and refuse one that nothing can be written to."""
+        files.check_writable(self.folder)
+
+    def write_record(self, step: int) -> bool:
+        """Record that the checkpoint of this step is complete; return whether that could be written."""
+        return files.write_record(self.folder, step)
+
+    def read_record(self) -> int | None:
+        """Return the step of the last checkpoint that is known to have been completed; None if there was none."""
+        return files.read_record(self.folder)
+
+    def remove_record(self) -> None:
+        """Forget that there was a checkpoint."""
+        files.remove_record(self.folder)
+
+    def make_lost_error(self, state: str) -> UserError:
+        """Return the error for a run that had checkpoints, with what has become of them."""
+        return files.make_lost_error(self.folder, state)
 
 
 def _read_into(file: IO[bytes], offset: int, view: memoryview) -> bool:

@@ -6,7 +6,6 @@ where the source names its classes and they are others.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,8 +18,8 @@ from podscale.models.weights.files import read_labels, read_tensors
 from podscale.models.weights.hub import fetch_weights, is_hub
 from podscale.models.weights.layouts import adapt_tensors
 from podscale.models.weights.names import digest_arrays, digest_file, name_arrays
+from podscale.runs.bucket import resolve_folder
 from podscale.runs.folder import Run
-from podscale.storage.paths import require_local
 from podscale.training.trained import load_trained
 
 REQUIRED = "required"  # as `model.init`: the recipe makes no sense from scratch
@@ -120,8 +119,7 @@ def read_weights(source: str) -> SourceWeights:
     if is_hub(source):
         path = fetch_weights(source)
         return SourceWeights(read_tensors(path), None, digest_file(str(path)))
-    require_local(source, "--init")
-    path = Path(source).expanduser()
+    path = resolve_folder(source, "--init")
     if not path.is_dir():
         return SourceWeights(read_tensors(path), read_labels(path), digest_file(source))
     run = Run.load(path)

@@ -33,7 +33,7 @@ def save_last(
         if status or next(stop_requests):
             problem = checkpoints.problem or "it is not there"
             raise LastCheckpointNotSavedError(
-                f"{events.run.folder} did not accept the last checkpoint for {waited_s:.0f} s: {problem}; free space, "
+                f"{events.run.where} did not accept the last checkpoint for {waited_s:.0f} s: {problem}; free space, "
                 "or make it writable, and run the same command again: it resumes after step "
                 f"{checkpoints.newest() or 0}",
                 step,

@@ -21,6 +21,7 @@ from podscale.errors import PreemptedError, SavedInterruptError, UserError
 from podscale.pod import Pod
 from podscale.processes import group, heartbeat
 from podscale.recipe import Recipe
+from podscale.runs.bucket import resolve_folder
 from podscale.runs.folder import Run
 from podscale.training.checkpoint import CheckpointNotSavedError, LastCheckpointNotSavedError
 from podscale.training.compilation import compile_train_step
@@ -97,7 +98,7 @@ def train(
     others = Settings(**settings)
     trackers.check_trackers(others.track)
     check_source(recipe.model.init)
-    folder = Path(folder) if folder else Run.default_folder(recipe, model)
+    folder = resolve_folder(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe, others.allow_changed)
     return _run_sessions(Request(recipe, pod or pods.find_pod(), options, model, folder, until, others))
 
@@ -124,7 +125,8 @@ def _run_session(request: Request) -> JsonObject:
         steps = run.program.plan.steps
         if run.start >= steps or run.accounts.is_target_reached():
             excess = f": after step {run.start:,}, and the recipe has {steps:,}" if run.start > steps else ""
-            run.console.print(f"{request.folder} has already come to its end{excess}", highlight=False, markup=False)
+            message = f"{run.events.run.where} has already come to its end{excess}"
+            run.console.print(message, highlight=False, markup=False)
             if run.events.run.summary():
                 return run.accounts.load_past_summary()
             run.events.report_end(run.start)  # it was killed after its last checkpoint, and before its summary

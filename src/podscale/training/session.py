@@ -28,6 +28,7 @@ from podscale.report.counter import show_progress
 from podscale.report.notebook import is_notebook
 from podscale.report.terminal import make_table
 from podscale.runs import environment
+from podscale.runs.bucket import BucketRunLock, find_bucket, open_lock
 from podscale.runs.events import Callback
 from podscale.runs.folder import Run
 from podscale.runs.ledger import PhaseTimer
@@ -36,7 +37,7 @@ from podscale.storage.files import write_atomically
 from podscale.storage.lock import FolderLock
 from podscale.training.advice import describe_decoding, list_warnings
 from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
-from podscale.training.checkpoint_files import find_steps
+from podscale.training.checkpoint_store import open_checkpoint_store
 from podscale.training.divergence import count_checkpoints_to_keep
 from podscale.training.initial_weights import InitialWeights
 from podscale.training.memory import check_memory
@@ -133,7 +134,7 @@ def open_session(request: Request) -> Iterator[OpenRun]:
     console = request.console if group.is_main_process() else Console(quiet=True)
     with ledger.measure("start"):
         program, weights, is_new = _prepare_program(request, console)
-        facts, lock = describe_input(program), FolderLock(request.folder)
+        facts, lock = describe_input(program), open_lock(request.folder)
         start_clock.mark("model")
         run = _open_folder(program, weights, lock, facts, request)
         start_clock.mark("folder")
@@ -179,13 +180,13 @@ def _has_checkpoints(run: Run, settings: Settings) -> bool:
         UserError: the folder cannot be read, or there was a checkpoint and none is left.
     """
     steps: list[int] = []
-    find = partial(find_steps, run.checkpoints, allow_lost=settings.from_scratch)
+    find = partial(open_checkpoint_store(run.checkpoints).find_steps, allow_lost=settings.from_scratch)
     group.run_on_main_process(lambda: steps.extend(find()))
     return bool(group.broadcast_int(len(steps)))
 
 
 def _open_folder(
-    program: Program, weights: InitialWeights | None, lock: FolderLock, facts: Facts, request: Request
+    program: Program, weights: InitialWeights | None, lock: FolderLock | BucketRunLock, facts: Facts, request: Request
 ) -> Run:
     """Lock and fill the run's folder, which the main process does; if it cannot, all processes end."""
     folder, recipe, allowed = request.folder, program.plan.recipe, request.settings.allow_changed
@@ -206,8 +207,13 @@ def _open_folder(
         if weights:
             write_atomically(folder / "init.json", json.dumps(weights.to_dict(), indent=1))
         Image.fromarray(loader.load_eval_images(program.data.val, [0], recipe)[0]).save(folder / "sample.png")
+        if bucket:
+            bucket.push()
 
+    bucket = find_bucket(folder)
     group.run_on_main_process(fill)
+    if bucket and not group.is_main_process():
+        bucket.pull()
     return Run(folder, recipe)
 
 

@@ -61,10 +61,10 @@ def choose_step(run: Run, checkpoints: Checkpoints, which: str) -> int:
     """Return the step that "best", "newest" or a number refers to."""
     available = checkpoints.steps()
     if not available:
-        raise UserError(f"{run.folder} has no checkpoint yet")
+        raise UserError(f"{run.where} has no checkpoint yet")
     if which in ("best", "newest"):
         return (checkpoints.best() if which == "best" else checkpoints.newest()) or available[-1]
     if not which.isdecimal() or int(which) not in available:
         names = ["best", "newest", *map(str, available)]
-        raise UserError(f"{run.folder} has no checkpoint {which!r}: {suggest_names(which, names)}")
+        raise UserError(f"{run.where} has no checkpoint {which!r}: {suggest_names(which, names)}")
     return int(which)

@@ -21,7 +21,7 @@ def run_eval(arguments: argparse.Namespace) -> Result:
     make_console(arguments).print(
         f"validation accuracy {result['accuracy']:.2%} ({result['examples']:,} images), "
         f"top-5 {result['accuracy_top5']:.2%}, loss {result['loss']:.4f}; "
-        f"{run.folder}, checkpoint {result['checkpoint']}\n"
+        f"{run.where}, checkpoint {result['checkpoint']}\n"
         f"balanced accuracy {result['balanced_accuracy']:.2%}, majority baseline {result['majority_baseline']:.2%}, "
         f"expected calibration error {result['calibration']['expected_error'] or 0:.3f}",
         highlight=False,
@@ -47,7 +47,7 @@ def run_predict(arguments: argparse.Namespace) -> Result:
             predictions.append(prediction)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(predictions)} images were classified") from None
-    value = {"run": str(run.folder), "checkpoint": step, "images": predictions}
+    value = {"run": run.where, "checkpoint": step, "images": predictions}
     return Result(value, terminal.summarize_unreadable(predictions))
 
 

@@ -1,6 +1,7 @@
 """The commands `report`, `recipes` and `completion`."""
 
 import argparse
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,12 +19,14 @@ def run_report(arguments: argparse.Namespace) -> Result:
     runs = [Run.load(folder) for folder in arguments.runs] or [Run.load_newest()]
     if len(runs) > 1:
         path = compare.write_comparison(runs, Path(arguments.to or compare.default_file(runs)))
+    elif runs[0].where != str(runs[0].folder):  # in a bucket: its working copy does not stay
+        path = Path(shutil.copy(page.write_report(runs[0]), arguments.to or f"report-{runs[0].folder.name}.html"))
     elif arguments.to:
         raise UserError("--to is for comparisons of two or more runs; a single run's report is in its folder")
     else:
         path = page.write_report(runs[0])
     make_console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
-    return Result({"report": str(path), "runs": [str(run.folder) for run in runs]})
+    return Result({"report": str(path), "runs": [run.where for run in runs]})
 
 
 def run_watch(arguments: argparse.Namespace) -> Result:
@@ -35,10 +38,10 @@ def run_watch(arguments: argparse.Namespace) -> Result:
 
     run = Run.load(arguments.run) if arguments.run else Run.load_newest()
     with serve_report(run, arguments.port) as address:
-        print(f"{run.folder}: open {address} in a browser; Ctrl-C ends", flush=True)
+        print(f"{run.where}: open {address} in a browser; Ctrl-C ends", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
-    return Result({"run": str(run.folder), "address": address})
+    return Result({"run": run.where, "address": address})
 
 
 def run_recipes(arguments: argparse.Namespace) -> Result:

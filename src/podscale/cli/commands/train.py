@@ -1,7 +1,6 @@
 """The commands `train` and `launch`."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from podscale.cli.arguments import make_log_console, read_options, read_pod, read_recipe
@@ -18,6 +17,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
     until = StopCondition.parse(arguments.until) if arguments.until else None
     allow_changed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
     from podscale.report import terminal
+    from podscale.runs.bucket import resolve_folder
     from podscale.runs.folder import Run
     from podscale.training import loop
     from podscale.training.checkpoint import LastCheckpointNotSavedError
@@ -44,7 +44,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
     except KeyboardInterrupt as error:
         if str(error):
             raise
-        raise _explain_interrupt(Run(Path(arguments.run or Run.default_folder(recipe)), recipe)) from None
+        raise _explain_interrupt(Run(resolve_folder(arguments.run or Run.default_folder(recipe)), recipe)) from None
     except LastCheckpointNotSavedError as error:
         summary, message = error.summary, str(error)
     terminal.show_summary(summary, console)

@@ -113,7 +113,7 @@ class Accounts:
     def _summarize(self, step: int, compile_s: float) -> Line:
         run, until, last = self._session.run, self._session.until, self._evals[-1] if self._evals else {}
         summary = {
-            "run": str(run.folder),
+            "run": run.where,
             "recipe": run.recipe.name,
             "steps": step,
             "accuracy": last.get("accuracy"),

@@ -157,7 +157,7 @@ class Emitter:
             if now - self._warned_at.get(problem, -math.inf) > WARN_AGAIN_S:
                 self._warned_at[problem] = now
                 fault = "takes no more" if problem in FULL else "cannot be written"
-                self.warn(f"{self.run.folder} {fault}: {problem}; training continues; existing checkpoints are intact")
+                self.warn(f"{self.run.where} {fault}: {problem}; training continues; existing checkpoints are intact")
 
     def is_stop_requested(self) -> bool:
         """Whether a reporter has asked to stop at an evaluation; all processes agree."""

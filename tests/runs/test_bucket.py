@@ -1,0 +1,106 @@
+"""Runs in a bucket: working copies, and owners that follow one another without overwriting each other's work."""
+
+import json
+
+import pytest
+
+from podscale.errors import UserError
+from podscale.runs import bucket as buckets
+from podscale.runs.bucket import RunBucket, RunTakenOverError
+from podscale.storage.locations import parse_location
+
+
+@pytest.fixture
+def open_run(bucket, tmp_path):
+    """A function that opens the same run, each time as another process would."""
+
+    def open_run():
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        return RunBucket(parse_location(f"s3://{bucket}/runs/one"), folder)
+
+    return open_run
+
+
+def add(step, key):
+    return lambda current: current["steps"].update({str(step): {"key": key, "accuracy": None}})
+
+
+def test_a_working_copy_has_the_files_that_were_sent(open_run):
+    run = open_run()
+    run.take_over(1)
+    (run.folder / "deep").mkdir()
+    (run.folder / "deep" / "a.txt").write_text("one")
+    (run.folder / "metrics.jsonl").write_text("1\n")
+    (run.folder / "x.part").write_text("half")
+    run.push()
+    (run.folder / "metrics.jsonl").write_text("1\n2\n")
+    before = run.store.requests["put"]
+    run.push()
+    assert run.store.requests["put"] == before + 1  # what has not changed is not sent again
+    other = open_run()
+    other.pull()
+    copied = {path.relative_to(other.folder).as_posix() for path in other.folder.rglob("*") if path.is_file()}
+    assert copied == {"deep/a.txt", "metrics.jsonl"}
+    assert (other.folder / "metrics.jsonl").read_text() == "1\n2\n"
+
+
+def test_a_stalled_former_owner_can_commit_nothing_and_overwrites_nothing(open_run):
+    first, second = open_run(), open_run()
+    first.take_over(1)
+    (first.folder / "metrics.jsonl").write_text("first\n")
+    first.push()
+    first.commit(add(10, "10-a"))
+    second.take_over(2)
+    (second.folder / "metrics.jsonl").write_text("first\nsecond\n")
+    second.push()
+    (first.folder / "metrics.jsonl").write_text("first\nstalled\n")
+    first.push()
+    with pytest.raises(RunTakenOverError, match="has been taken over by another process"):
+        first.commit(add(20, "20-a"))
+    assert list(first.current["steps"]) == ["10"]
+    second.commit(add(20, "20-b"))
+    reader = open_run()
+    reader.pull()
+    assert (reader.folder / "metrics.jsonl").read_text() == "first\nsecond\n"
+    assert {step: entry["key"] for step, entry in reader.current["steps"].items()} == {"10": "10-a", "20": "20-b"}
+    assert reader.current["generation"] == 2
+
+
+def test_files_of_former_owners_are_removed(open_run):
+    for generation in (1, 2, 3):
+        run = open_run()
+        run.take_over(generation)
+        (run.folder / "plan.json").write_text(json.dumps(generation))
+        run.push()
+    assert sorted(info.key for info in run.store.list()) == ["current.json", "files-3/plan.json"]
+
+
+def test_what_never_counted_is_deleted_and_what_was_moved_aside_is_not(open_run):
+    run = open_run()
+    run.take_over(1)
+    for key in ("10-a", "20-a", "30-a"):
+        run.store.write(f"checkpoints/{key}/manifest.json", b"{}")
+    run.commit(add(10, "10-a"))
+    run.commit(lambda current: current["aside"].update({"damaged/20-a": "20-a"}))
+    run.delete_leftovers()
+    assert run.store.list_folder("checkpoints").folders == ("10-a", "20-a")
+
+
+def test_keys_that_lead_out_of_the_copy_are_not_written(open_run, tmp_path):
+    run = open_run()
+    run.take_over(1)
+    run.store.write("files-1/good.txt", b"1")
+    client = run.store
+    listed = [*client.list("files-1"), type(next(client.list("files-1")))("files-1/../../evil.txt", 1, "")]
+    client.list = lambda prefix="": iter(listed)
+    run.pull()
+    assert [path.name for path in run.folder.iterdir()] == ["good.txt"]
+    assert not (tmp_path / "evil.txt").exists()
+
+
+def test_a_bucket_that_does_not_exist_is_one_sentence(bucket):
+    with pytest.raises(UserError, match=r"^cannot read s3://nowhere-at-all/run: the store answers 404"):
+        buckets.resolve_folder("s3://nowhere-at-all/run")
+    with pytest.raises(UserError, match=r"--run ftp://host/run: ftp:// is not supported"):
+        buckets.resolve_folder("ftp://host/run")

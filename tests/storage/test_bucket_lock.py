@@ -1,0 +1,95 @@
+"""The lock of a folder in a bucket: one owner at a time, who is followed by the next once it is no longer heard of."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from podscale.errors import UserError
+from podscale.storage import bucket_lock
+from podscale.storage.bucket_lock import LOCK, BucketLock
+from podscale.storage.open import open_store
+
+
+@pytest.fixture(params=["local", "s3"])
+def store(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket_lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(bucket_lock, "LEASE_S", 2.0)
+    monkeypatch.setattr(bucket_lock, "LOOK_S", 0.02)
+    return open_store(
+        tmp_path / "root" if request.param == "local" else f"s3://{request.getfixturevalue('bucket')}/run"
+    )
+
+
+def test_a_second_owner_is_refused_while_the_first_lives_and_named(store):
+    with BucketLock(store) as first:
+        first.acquire()
+        with pytest.raises(UserError, match=r"is being trained by process \d+ on .*; wait for it, or choose another"):
+            BucketLock(store).acquire()
+    with BucketLock(store) as second:
+        second.acquire()  # at once: it was released
+        assert (first.generation, second.generation) == (1, 2)
+
+
+def test_an_owner_that_is_not_heard_of_is_followed_by_the_next(store, monkeypatch):
+    """As one on another machine that has lost its network, or was killed."""
+    monkeypatch.setattr(bucket_lock, "LEASE_S", 0.3)
+    stalled = BucketLock(store)
+    stalled._try_acquire()  # and never beats
+    with BucketLock(store) as second:
+        second.acquire()
+        assert second.generation == 2
+        stalled._thread.start()  # it wakes up
+        stalled._thread.join(10)
+        assert not stalled._thread.is_alive()
+        with pytest.raises(UserError, match="is being trained by"):
+            BucketLock(store).acquire()
+
+
+def test_an_owner_on_this_machine_that_has_ended_is_not_waited_for(store, monkeypatch):
+    monkeypatch.setattr(bucket_lock, "LEASE_S", 3600.0)
+    where = str(store.location)
+    code = (
+        "import sys; from podscale.storage.bucket_lock import BucketLock; from podscale.storage.open import open_store"
+    )
+    code += "; BucketLock(open_store(sys.argv[1])).acquire(); import os; os._exit(1)"
+    assert subprocess.run([sys.executable, "-c", code, where], check=False).returncode == 1
+    with BucketLock(store) as lock:
+        lock.acquire()
+        assert lock.generation == 2
+
+
+def test_of_many_that_try_at_once_one_gets_it(store):
+    locks, winners = [BucketLock(store) for _ in range(5)], []
+
+    def try_to_acquire(lock):
+        try:
+            lock.acquire()
+            winners.append(lock)
+        except UserError:
+            pass
+
+    threads = [threading.Thread(target=try_to_acquire, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for lock in locks:
+        lock.__exit__(None, None, None)
+    assert len(winners) == 1
+
+
+def test_a_lock_that_is_not_readable_is_replaced(store):
+    store.write(LOCK, b"{")
+    with BucketLock(store) as lock:
+        lock.acquire()
+        assert lock.generation == 1
+
+
+def test_a_beat_whose_answer_was_lost_does_not_lose_the_lock(store):
+    with BucketLock(store) as lock:
+        lock.acquire()
+        lock._etag = "of an answer that never came"
+        assert lock._is_mine()
+        assert lock._etag == store.stat(LOCK).etag
