@@ -54,7 +54,7 @@ def forget_copies(monkeypatch):
     monkeypatch.setattr(buckets, "_buckets", {})
 
 
-def start_process_anew(monkeypatch):
+def forget_run(monkeypatch):
     monkeypatch.setattr(buckets, "_buckets", {})
 
 
@@ -79,11 +79,11 @@ def test_a_run_in_a_bucket_has_the_same_bits_and_resumes_from_the_bucket_alone(
     url = f"s3://{bucket}/runs/one"
     train(recipe, url, until=StopCondition("accuracy", 0.0))
     assert Run.load(url).summary()["steps"] == 12
-    start_process_anew(monkeypatch)
+    forget_run(monkeypatch)
     summary = train(recipe, url, console=Console(width=200))
     assert "resuming after step 12" in capsys.readouterr().out
     assert summary["steps"] == 23
-    start_process_anew(monkeypatch)
+    forget_run(monkeypatch)
     assert_same(url, on_disk)
     run = Run.load(url)
     assert run.has_checkpoints()
@@ -108,14 +108,14 @@ def test_a_damaged_object_is_noticed_and_the_run_resumes_from_the_one_before(
     data = bytearray(store.read(key))
     data[len(data) // 2] ^= 16
     store.write(key, bytes(data))
-    start_process_anew(monkeypatch)
+    forget_run(monkeypatch)
     with pytest.raises(UserError, match=r"checkpoint s3://.*/checkpoints/23-.* is damaged: .* is not what was saved"):
         load_trained(Run.load(url), "newest")
     train(recipe, url, console=Console(width=300))
     output = " ".join(capsys.readouterr().out.split())
     assert "checkpoint 23 is damaged" in output
     assert "resuming after step 12" in output
-    start_process_anew(monkeypatch)
+    forget_run(monkeypatch)
     assert_same(url, on_disk)
     assert store.read(key) == data  # nothing that is damaged is deleted
 
@@ -124,7 +124,7 @@ def test_a_damaged_object_is_noticed_and_the_run_resumes_from_the_one_before(
 def test_commands_read_runs_in_buckets(recipe, bucket, tmp_path, monkeypatch, capfd):
     url = f"s3://{bucket}/run"
     train(recipe, url)
-    start_process_anew(monkeypatch)
+    forget_run(monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert main(["eval", "--run", url, "--json"]) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["checkpoint"] in STEPS

@@ -100,7 +100,7 @@ def test_keys_that_lead_out_of_the_copy_are_not_written(open_run, tmp_path):
 
 
 def test_a_bucket_that_does_not_exist_is_one_sentence(bucket):
-    with pytest.raises(UserError, match=r"^cannot read s3://nowhere-at-all/run: the store answers 404"):
+    with pytest.raises(UserError, match=r"^cannot read s3://nowhere-at-all/run: there is no such bucket"):
         buckets.resolve_folder("s3://nowhere-at-all/run")
     with pytest.raises(UserError, match=r"--run ftp://host/run: ftp:// is not supported"):
         buckets.resolve_folder("ftp://host/run")

@@ -10,24 +10,35 @@ from podscale.errors import UserError
 from podscale.runs.folder import Run
 from podscale.storage.paths import require_local
 
-BUCKET = "s3://bucket/x"
+BUCKET, UNKNOWN = "s3://bucket/x", "ftp://host/x"
 STUDY = '# podscale study study.toml\nrecipe = "digits"\nseeds = [0]\n[grid]\n"batch.size" = [64]\n'
 COMMANDS = [
-    (["train", "digits", "--run", BUCKET], "--run"),
     (["train", "digits", "--run", "run", "--data.source", "npz", "--data.path", BUCKET], "data.path"),
-    (["train", "digits", "--run", "run", "--init", BUCKET], "--init"),
     (["launch", "-n", "1", "--logs", BUCKET, "train", "digits"], "--logs"),
-    (["eval", "--run", BUCKET], "run"),
-    (["predict", "--run", BUCKET, "a.png"], "run"),
-    (["export", BUCKET, "--to", "model.onnx"], "run"),
     (["export", "a", "--to", f"{BUCKET}.onnx"], "--to"),
-    (["report", BUCKET], "run"),
     (["report", "a", "b", "--to", f"{BUCKET}.html"], "--to"),
     (["study", "study.toml", "--run", BUCKET], "--run"),
     (["plan", "digits", "--pod", "v3:2x2", "--no-compile", "--plot", f"{BUCKET}.svg"], "--plot"),
     (["data", "show", "digits", "--to", f"{BUCKET}.png"], "--to"),
     (["data", "prepare", ".", BUCKET], "DST"),
 ]
+RUN_COMMANDS = [  # which read and write runs in buckets
+    (["train", "digits", "--run", UNKNOWN], "--run"),
+    (["train", "digits", "--run", "run", "--init", UNKNOWN], "--init"),
+    (["eval", "--run", UNKNOWN], "run"),
+    (["predict", "--run", UNKNOWN, "a.png"], "run"),
+    (["export", UNKNOWN, "--to", "model.onnx"], "run"),
+    (["report", UNKNOWN], "run"),
+]
+
+
+@pytest.mark.parametrize(("command", "option"), RUN_COMMANDS, ids=lambda value: " ".join(value)[:60])
+def test_a_command_on_runs_refuses_an_unknown_scheme_in_one_sentence(command, option, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    expected = f"podscale: {option} {UNKNOWN}: ftp:// is not supported; give a path, or s3://, gs://, az://, ..."
+    assert expected in capfd.readouterr().err.splitlines()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("command", "option"), COMMANDS, ids=lambda value: " ".join(value)[:60])
@@ -46,8 +57,8 @@ def test_a_command_refuses_a_path_with_a_scheme_in_one_sentence(command, option,
 
 def test_python_refuses_a_run_folder_with_a_scheme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in (BUCKET, Path(BUCKET)):
-        with pytest.raises(UserError, match="--run s3://bucket/x: s3:// is not supported"):
+    for folder in (UNKNOWN, Path(UNKNOWN)):
+        with pytest.raises(UserError, match="--run ftp://host/x: ftp:// is not supported"):
             train(load_recipe("digits"), folder=folder)
     assert not list(tmp_path.iterdir())
 
