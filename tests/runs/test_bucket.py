@@ -7,6 +7,7 @@ import pytest
 from podscale.errors import UserError
 from podscale.runs import bucket as buckets
 from podscale.runs.bucket import RunBucket, RunTakenOverError
+from podscale.runs.folder import Run
 from podscale.storage.locations import parse_location
 
 
@@ -104,3 +105,26 @@ def test_a_bucket_that_does_not_exist_is_one_sentence(bucket):
         buckets.resolve_folder("s3://nowhere-at-all/run")
     with pytest.raises(UserError, match=r"--run ftp://host/run: ftp:// is not supported"):
         buckets.resolve_folder("ftp://host/run")
+
+
+def test_a_folder_with_objects_that_are_no_runs_is_refused_and_keeps_them(open_run):
+    run = open_run()
+    run.store.write("checkpoints/mine/weights.bin", b"1")
+    with pytest.raises(
+        UserError, match=r"runs/one is not empty and holds no run \(it has checkpoints\); choose another"
+    ):
+        run.take_over(1)
+    assert run.store.read("checkpoints/mine/weights.bin") == b"1"
+
+
+def test_a_first_start_that_was_killed_is_no_obstacle(open_run):
+    run = open_run()
+    run.store.write("lock.json", b"{}")
+    run.store.write("files-1/recipe.toml", b"half")
+    run.take_over(2)
+    assert list(run.folder.iterdir()) == []
+
+
+def test_a_url_without_a_run_is_named_as_the_user_wrote_it(bucket):
+    with pytest.raises(UserError, match=rf"^there is no run in s3://{bucket}/none: it has no recipe.toml"):
+        Run.load(f"s3://{bucket}/none")

@@ -61,13 +61,28 @@ class RunBucket:
             etag = self.store.stat(CURRENT).etag
             self.current, self._etag = json.loads(bytes(self.store.read(CURRENT, etag))), etag
         except FileNotFoundError:
-            self.store.list_folder()  # fails if there is no bucket either
+            self._check_empty()
             self.current, self._etag = {}, ""
         except ObjectChangedError:
             return self.refresh()
         except ValueError:
             raise UserError(f"{self.location}/{CURRENT} is not valid JSON; choose another folder with --run") from None
         return self.current
+
+    def _check_empty(self) -> None:
+        """Refuse a location with objects that are no run's, some of which might be deleted as left over.
+
+        Raises:
+            UserError: there are some.
+            OSError: there is no bucket either.
+        """
+        listing = self.store.list_folder()
+        names = [*listing.folders, *(info.key for info in listing.objects)]
+        foreign = [name for name in names if name != LOCK and not name.removeprefix(FILES).isdecimal()]
+        if foreign:
+            raise UserError(
+                f"{self.location} is not empty and holds no run (it has {foreign[0]}); choose another folder with --run"
+            )
 
     def pull(self) -> None:
         """Replace the working copy by the files that count now."""

@@ -175,7 +175,8 @@ class Run:
         folder = resolve_folder(folder, "run")
         path = folder / "recipe.toml"
         if not path.is_file():
-            raise UserError(f"there is no run in {folder}: it has no recipe.toml")
+            where = bucket.location if (bucket := find_bucket(folder)) else folder
+            raise UserError(f"there is no run in {where}: it has no recipe.toml")
         text = read_recipe_file(path)
         try:
             return cls(folder, parse_recipe(text, name=parse_title(text) or folder.name))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from podscale.errors import UserError
-from podscale.runs.bucket import CHECKPOINTS, Current, RunBucket
+from podscale.runs.bucket import CHECKPOINTS, Current, RunBucket, RunTakenOverError
 from podscale.training import checkpoint_files as files
 from podscale.training.checkpoint_folder import Attempt, DamagedFileError
 from podscale.training.checkpoint_format import MANIFEST, FilePart, Manifest
@@ -58,7 +58,7 @@ class CheckpointBucket:
     def delete(self, step: int) -> None:
         """Delete a checkpoint; what cannot be deleted no longer counts."""
         key = self._find(step)
-        with suppress(OSError):
+        with suppress(OSError, RunTakenOverError):
             self._bucket.commit(lambda current: current["steps"].pop(str(step), None))
             if key:
                 self._bucket.delete_checkpoint(key)
