@@ -150,6 +150,12 @@ class Plan:
         within = np.arange(M)[:, None] * (T * m) + np.arange(m)
         return (device // T) * (T * m * M) + (device % T) * m + within
 
+    @property
+    def fits_memory(self) -> bool:
+        """Whether a device holds the step, with what the compiler's temporaries need left over."""
+        need = self.memory.total(self.micro_images, self.input_images)
+        return need <= USABLE_SHARE * self.pod.memory_bytes
+
     # --- steps ---
 
     @property
@@ -199,6 +205,7 @@ class Plan:
         parts = f" in {self.micro_batches} micro-batches of {self.micro_images}" if self.micro_batches > 1 else ""
         images = self.memory.images
         resident = f"; all images on every device ({images / 2**20:,.0f} MiB)" if images else ""
+        again = ", with every layer computed again" if self.options.remat == "on" else ""
         excess = ": does not fit, even one batch-norm group at a time" if need > p.memory_bytes else ""
         return [
             ("recipe", f"{self.recipe.name} {self.recipe.digest()}"),
@@ -211,7 +218,7 @@ class Plan:
             ("summation", f"{self.options.summation}, {self.options.payload} payload"),
             ("input", f"{lanes} lane{'s' * (lanes > 1)}, {count_lanes_per_host(self)} per host{resident}"),
             ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} per epoch), {self.steps_per_call} per call"),
-            ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB per device{excess}"),
+            ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB per device{again}{excess}"),
         ]
 
     def to_dict(self) -> JsonObject:
@@ -229,6 +236,7 @@ class Plan:
             "bucket_bytes": self.transfer.bucket_bytes,
             "kernels": self.kernels.name if self.kernels else "",
             "deterministic": self.options.deterministic,
+            "remat": self.options.remat == "on",
             "lanes_per_host": count_lanes_per_host(self),
             "steps": self.steps,
             "steps_per_epoch": self.steps_per_epoch,
@@ -298,6 +306,12 @@ def make_plan(
     eval_images = options.eval_images or max(1, min(micro_images, math.ceil(counts.val / N)))
     options = replace(options, micro_batches=micro_batches, eval_images=eval_images)
     return Plan(recipe, pod, counts, options, tile, _choose_kernels(recipe, options, pod, counts), memory)
+
+
+def set_remat(plan: Plan, *, is_on: bool) -> Plan:
+    """Return the plan with its rematerialization decided; fused layers of ResNets keep what they compute."""
+    kernels = None if is_on and plan.recipe.model.name in BOTTLENECK_MODELS else plan.kernels
+    return replace(plan, options=replace(plan.options, remat="on" if is_on else "off"), kernels=kernels)
 
 
 def _decide_messages(options: Options, pod: Pod, recipe: Recipe, counts: Counts) -> Options:

@@ -64,7 +64,7 @@ def test_resnet_50_fits_the_papers_pod_and_needs_micro_batches_on_a_smaller_one(
 
 def test_a_plan_refuses_the_lanes_that_training_refuses():
     recipe = recipes.load_recipe("digits").override({"data.lanes": 128})
-    with pytest.raises(UserError, match="fewer than 500 of 1437 images a lane"):
+    with pytest.raises(UserError, match="fewer than 500 of 1437 images per lane"):
         setup.plan_recipe(recipe, named_pod("cpu:1x1"), Options())
 
 

@@ -55,6 +55,11 @@ class Options:
         "bfloat16, on GPUs that have kernels for it (Hopper), where training is long enough to earn their compilation; "
         "attention of Vision Transformers in bfloat16 as one kernel of cuDNN's, on any GPU",
     )
+    remat: Literal["auto", "on", "off"] = _field(
+        "auto",
+        "compute each layer again in the backward pass, as model.remat does; "
+        "auto: where the step does not fit the memory otherwise",
+    )
     deterministic: bool = _field(False, "on GPU, bit-identical results every time, also after a resume; slower")
     keep: int = _field(2, "number of newest checkpoints to keep, besides the best one; at least 1")
 

@@ -19,7 +19,7 @@ from flax import nnx
 from podscale.forecast.chips import Chip, get_chip
 from podscale.models import registry
 from podscale.models.functional import FunctionalModel, Tree, make_functional
-from podscale.models.jaxpr import iterate_equations
+from podscale.models.jaxpr import iterate_equations, list_remat_layers
 from podscale.parallel.batch_norm import Groups
 from podscale.recipe import Recipe, list_size_shares
 
@@ -63,18 +63,22 @@ def _count_work_at(recipe: Recipe, net: FunctionalModel, params: Tree, stats: Tr
     """Return the work of a model on images of this size."""
     image = jax.ShapeDtypeStruct((1, size, size, 3), recipe.model.precision)
     traced = jax.make_jaxpr(lambda p, s, x: net.train(p, s, x, Groups()))(params, stats, image)
-    products = [
-        e for e in iterate_equations(traced.jaxpr) if e.primitive.name in ("conv_general_dilated", "dot_general")
-    ]
+    products = _list_products(traced.jaxpr)
+    again = [e for layer in list_remat_layers(traced.jaxpr) for e in _list_products(layer.params["jaxpr"])]
     moments = [leaf.shape for leaf in jax.tree.leaves(stats)]  # a mean and a variance for each batch norm
     return Work(
-        flops=sum(_count_flops(e) for e in products) / FORWARD,
+        flops=sum(_count_flops(e) for e in products) / FORWARD + sum(_count_flops(e) for e in again),
         bytes=PASSES * sum(out.aval.size * out.aval.dtype.itemsize for e in products for out in e.outvars),
         layers=max(1, len(products)),
         norms=len(moments) // 2,
         norm_channels=sum(math.prod(shape) for shape in moments) // 2,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
     )
+
+
+def _list_products(jaxpr: Any) -> list[Any]:
+    """Return the convolutions and matrix products of a program."""
+    return [e for e in iterate_equations(jaxpr) if e.primitive.name in ("conv_general_dilated", "dot_general")]
 
 
 def _count_flops(equation: Any) -> float:

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+REMAT_PRIMITIVES = ("checkpoint", "remat", "remat2")
+
 
 def iterate_equations(jaxpr: Any) -> Iterator[Any]:
     """Yield all equations of a program, including those of the functions it calls."""
@@ -13,6 +15,11 @@ def iterate_equations(jaxpr: Any) -> Iterator[Any]:
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
             if _is_program(value):
                 yield from iterate_equations(getattr(value, "jaxpr", value))
+
+
+def list_remat_layers(jaxpr: Any) -> list[Any]:
+    """Return the equations of a program whose insides the backward pass computes again."""
+    return [e for e in iterate_equations(jaxpr) if e.primitive.name in REMAT_PRIMITIVES]
 
 
 def _is_program(value: object) -> bool:

@@ -35,7 +35,7 @@ def plan_on_pod(recipe: Recipe, pod: Pod, options: Options, compiles: bool = Tru
         compiles: whether to compile the training step for a pod that is not available.
     """
     plan = setup.plan_recipe(recipe, pod, options)
-    work = count_work(recipe, plan.counts.classes)
+    work = count_work(recipe.override({"model.remat": plan.options.remat == "on"}), plan.counts.classes)
     rows, values = plan.rows(), plan.to_dict() | {"recipe": recipe.name}
     if chips.find_chip(pod.kind) is not None:
         forecast = model.make_forecast(plan, work)

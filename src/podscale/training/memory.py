@@ -8,12 +8,12 @@ import math
 
 import jax
 import optax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jaxtyping import PyTree
 
 from podscale.errors import UserError
 from podscale.models.functional import FunctionalModel, Tree
-from podscale.models.jaxpr import iterate_equations
+from podscale.models.jaxpr import iterate_equations, list_remat_layers
 from podscale.parallel.batch_norm import Groups
 from podscale.plan import Memory, Plan
 from podscale.recipe import Recipe, find_largest_size
@@ -21,7 +21,6 @@ from podscale.recipe import Recipe, find_largest_size
 # Bytes alive at the peak per byte of convolution output: the output itself and its normalized copy, kept for the
 # backward pass, and the gradients in flight.
 BYTES_PER_OUTPUT_BYTE = 2.2
-REMAT_PRIMITIVES = ("checkpoint", "remat", "remat2")
 
 
 def estimate_memory(
@@ -50,11 +49,18 @@ def _count_output_bytes(recipe: Recipe, net: FunctionalModel, params: Tree, stat
     image = jax.ShapeDtypeStruct((1, size, size, 3), recipe.model.precision)
     traced = jax.make_jaxpr(lambda p, s, x: net.train(p, s, x, Groups()))(params, stats, image)
     # A layer that is computed again keeps its output alone, and what is inside the largest of them once.
-    layers = [e for e in iterate_equations(traced.jaxpr) if e.primitive.name in REMAT_PRIMITIVES]
+    layers = list_remat_layers(traced.jaxpr)
     inside = [_count_product_bytes(layer.params["jaxpr"]) for layer in layers]
-    outputs = _count_bytes([out.aval for layer in layers for out in layer.outvars])
+    outputs = _count_bytes([out.aval for layer in layers for out in _list_new_outputs(layer)])
     everything = _count_product_bytes(traced.jaxpr)
     return min(everything, everything - sum(inside) + outputs + max(inside, default=0))
+
+
+def _list_new_outputs(layer: JaxprEqn) -> list[Var]:
+    """Return the outputs of a layer that it computes; flax also returns the layer's parameters, as they came."""
+    inner = layer.params["jaxpr"]
+    given = {id(variable) for variable in inner.invars}
+    return [out for out, source in zip(layer.outvars, inner.outvars, strict=True) if id(source) not in given]
 
 
 def _count_product_bytes(jaxpr: Jaxpr) -> int:

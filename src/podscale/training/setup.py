@@ -85,13 +85,22 @@ def resolve(
     model = model or registry.build_model(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
     _check_sizes(recipe, counts.classes)
     net, params, stats = make_functional(model, recipe.model.freeze)
+    net = use_remat(model, recipe) if options.remat == "on" else net
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
     options = resident.resolve_cache(options, recipe, pod, data) if len(data.train) else options
     choice = choose_summation(options, pod, parameters)
     schedule = schedules.make_schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
     optimizer = _make_optimizer(recipe, net, schedule, STRATEGIES[choice.options.summation])
-    memory = estimate_memory(recipe, net, params, stats, optimizer)
-    plan = plans.make_plan(recipe, pod, counts, choice.options, memory)
+
+    def make_plan(net: FunctionalModel) -> Plan:
+        memory = estimate_memory(recipe, net, params, stats, optimizer)
+        return plans.make_plan(recipe, pod, counts, choice.options, memory)
+
+    plan = make_plan(net)
+    if options.remat == "auto" and not plan.fits_memory and getattr(model, "remat", True) is False:
+        net = use_remat(model, recipe)
+        plan = make_plan(net)
+    plan = plans.set_remat(plan, is_on=bool(getattr(model, "remat", False)))
     return Program(plan, net, optimizer, schedule, Weights(*jax.device_get((params, stats))), choice, data)
 
 
@@ -107,10 +116,24 @@ def _check_sizes(recipe: Recipe, classes: int) -> None:
             raise UserError(f"data.train_sizes {size}: {error}") from None
 
 
+def use_remat(model: nnx.Module, recipe: Recipe) -> FunctionalModel:
+    """Return a model as functions that compute each layer again in the backward pass.
+
+    Raises:
+        UserError: it is none of the networks that can.
+    """
+    if not hasattr(model, "remat"):
+        raise UserError(f"plan.remat on: a {type(model).__name__} cannot compute its layers again; leave it out")
+    model.remat = True
+    return make_functional(model, recipe.model.freeze)[0]
+
+
 def describe_program(plan: Plan) -> Program:
     """Return the program of a plan with abstract weights: all that it takes to lower its calls."""
     recipe = plan.recipe
-    net, params, stats = make_functional(_describe_model(recipe, plan.counts.classes), recipe.model.freeze)
+    model = _describe_model(recipe, plan.counts.classes)
+    net, params, stats = make_functional(model, recipe.model.freeze)
+    net = use_remat(model, recipe) if plan.options.remat == "on" else net
     schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
     optimizer = _make_optimizer(recipe, net, schedule, plan.summation)
     return Program(plan, net, optimizer, schedule, Weights(params, stats), Choice(plan.options, {}, ""))
