@@ -20,7 +20,6 @@ COMMANDS = [
     (["study", "study.toml", "--run", BUCKET], "--run"),
     (["plan", "digits", "--pod", "v3:2x2", "--no-compile", "--plot", f"{BUCKET}.svg"], "--plot"),
     (["data", "show", "digits", "--to", f"{BUCKET}.png"], "--to"),
-    (["data", "prepare", ".", BUCKET], "DST"),
 ]
 RUN_COMMANDS = [  # which read and write runs in buckets
     (["train", "digits", "--run", UNKNOWN], "--run"),

@@ -133,3 +133,34 @@ def test_the_commands_index_and_check_take_a_bucket(tmp_path, s3_server, bucket,
     assert (survey["source"], survey["splits"]["train"]["pictures"]) == ("folder", 12)
     assert main(["data", "check", url, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["clean"]
+
+
+def test_prepare_goes_from_bucket_to_bucket(tmp_path, s3_server, bucket, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root, url = upload("folder", tmp_path, s3_server, bucket)
+    target = f"s3://{bucket}/prepared"
+    assert main(["data", "prepare", url, target]) == 0
+    assert_same_samples(open_data_set(target), open_data_set(root, "folder"))
+    assert {info.key for info in open_store(target).list()} == {
+        ".podscale-index",
+        "classes.txt",
+        "prepare.json",
+        "train-00000.tar",
+        "val-00000.tar",
+    }
+    assert not list((tmp_path / "cache" / "podscale" / "prepare").iterdir())
+    assert main(["data", "prepare", url, target, "--longest", "20"]) == 2  # other settings
+    assert main(["data", "prepare", url, url]) == 2  # not empty
+
+
+def test_a_data_set_whose_upload_was_cut_off_is_refused(tmp_path, s3_server, bucket, proxy, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _, url = upload("folder", tmp_path, s3_server, bucket)
+    target = f"s3://{bucket}/prepared"
+    fault = proxy.inject(Fault("status", status=403, times=-1, method="PUT", path="val-00000.tar"))
+    assert main(["data", "prepare", url, target]) == 2
+    with pytest.raises(UserError, match="prepared only in part"):
+        open_data_set(target)
+    fault.times = fault.hits
+    assert main(["data", "prepare", url, target]) == 0
+    assert len(open_data_set(target).train) == 12

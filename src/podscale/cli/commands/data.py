@@ -5,6 +5,7 @@ from pathlib import Path
 
 from podscale.cli.arguments import make_console, make_progress_console, read_recipe
 from podscale.cli.result import Result
+from podscale.storage.locations import has_scheme
 
 
 def run_index(arguments: argparse.Namespace) -> Result:
@@ -53,6 +54,7 @@ def run_show(arguments: argparse.Namespace) -> Result:
 def run_prepare(arguments: argparse.Namespace) -> Result:
     """Rewrite a data set so that training reads it faster."""
     from podscale.data.tools import prepare as prepare_tool
+    from podscale.data.tools.bucket_target import prepare_into_bucket
     from podscale.report import dataset_tables
     from podscale.report.counter import show_progress
 
@@ -61,7 +63,8 @@ def run_prepare(arguments: argparse.Namespace) -> Result:
     console = make_console(arguments)
     try:
         with show_progress(make_progress_console()) as progress:
-            result = prepare_tool.prepare_data_set(
+            prepare = prepare_into_bucket if has_scheme(arguments.dst) else prepare_tool.prepare_data_set
+            result = prepare(
                 arguments.src,
                 arguments.dst,
                 settings,
