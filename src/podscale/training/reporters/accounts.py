@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from podscale.config.json_types import JsonObject
 from podscale.config.stop_condition import StopCondition
+from podscale.errors import UserError
 from podscale.forecast.model import Forecast, compare_step
 from podscale.plan import Plan
 from podscale.processes.group import is_main_process
@@ -106,9 +107,16 @@ class Accounts:
         if self._scores:
             summary |= {name: self._scores[name] for name in ("majority_baseline", "balanced_accuracy")}
             summary["expected_calibration_error"] = self._scores["calibration"]["expected_error"]
-            if warning := describe_baseline(summary["accuracy"], self._scores, session.run.classes()):
+            if warning := describe_baseline(summary["accuracy"], self._scores, self._name_classes()):
                 summary["warning"] = warning
         return summary
+
+    def _name_classes(self) -> tuple[str, ...]:
+        """Return the names of the classes; their numbers if the run's folder is gone, so that there is a result."""
+        try:
+            return self._session.run.classes()
+        except UserError:
+            return tuple(map(str, range(self._session.plan.counts.classes)))
 
     def _summarize(self, step: int, compile_s: float) -> Line:
         run, until, last = self._session.run, self._session.until, self._evals[-1] if self._evals else {}
