@@ -13,6 +13,7 @@ Weights are randomly initialized unless `model.init` names a run.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -79,6 +80,7 @@ def compute_gradients(arguments: argparse.Namespace, method: str, fused: str) ->
     recipe = recipes.override_recipe(recipes.load_recipe(arguments.recipe), fields)
     prepared = setup.prepare(recipe, pods.find_pod(), Options(fused=fused, steps_per_call=1, cache="off"))
     prepared = setup.load_initial_weights(prepared)[0] if recipe.model.init else prepared
+    prepared = fill_zeros(prepared)
     call = compilation.compile_train_step(prepared)
     before = prepared.weights
     with setup.load_train_batches(prepared, prepared.plan.calls()[: arguments.batches]) as batches:
@@ -86,6 +88,20 @@ def compute_gradients(arguments: argparse.Namespace, method: str, fused: str) ->
             state = prepared.init_state()
             state, _ = call(state, batch.images, batch.labels, np.int32(batch.count))
             yield read_gradients(before, jax.device_get((state.params, state.stats)))
+
+
+def fill_zeros(program: Any) -> Any:
+    """Return the program with random kernels where they are zero, as in the heads of some new networks.
+
+    Behind them all gradients would be zero.
+    """
+    random = np.random.default_rng(0)
+
+    def fill(leaf: Any) -> Any:
+        is_zero = leaf.ndim > 1 and not np.asarray(leaf).any()
+        return random.normal(0, 0.02, leaf.shape).astype(leaf.dtype) if is_zero else leaf
+
+    return replace(program, weights=program.weights._replace(params=jax.tree.map(fill, program.weights.params)))
 
 
 def read_gradients(before: Any, after: Any) -> Gradients:

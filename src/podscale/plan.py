@@ -16,7 +16,7 @@ from podscale.config.json_types import JsonObject
 from podscale.config.options import Options, check_options, set_summation
 from podscale.config.suggestions import list_divisors, suggest_numbers
 from podscale.errors import UserError
-from podscale.kernels.layer_spec import CUDNN, HOPPER, REFERENCE, Kernels
+from podscale.kernels.layer_spec import CUDNN, HOPPER, REFERENCE, TRITON, Kernels
 from podscale.parallel.batch_norm import Groups
 from podscale.parallel.inputs import Input, find_input
 from podscale.parallel.strategies import STRATEGIES
@@ -338,9 +338,10 @@ def _fit_memory(memory: Memory, recipe: Recipe, pod: Pod, counts: Counts, option
 
 def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) -> Kernels | None:
     is_gpu = bool(pod.devices) and pod.devices[0].platform == "gpu"
-    if recipe.model.name in ATTENTION_MODELS:
-        return CUDNN if is_gpu and options.fused != "off" and recipe.model.precision == "bfloat16" else None
     has_kernels = bool(pod.devices) and getattr(pod.devices[0], "compute_capability", "") == HOPPER_CAPABILITY
+    if recipe.model.name in ATTENTION_MODELS:
+        fuses = is_gpu and options.fused != "off" and recipe.model.precision == "bfloat16"
+        return (TRITON if has_kernels else CUDNN) if fuses else None
     pixels = recipe.steps(counts.train) * recipe.batch.size // pod.size * recipe.data.image_size**2
     is_fusible = recipe.model.name in BOTTLENECK_MODELS and recipe.model.precision == "bfloat16"
     is_faster = has_kernels and is_fusible and pixels >= MIN_PIXELS_TO_FUSE

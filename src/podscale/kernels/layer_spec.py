@@ -32,6 +32,9 @@ REFERENCE = Kernels("plain")
 HOPPER = Kernels("hopper", are_pallas=True)
 INTERPRET = Kernels("interpret", are_pallas=True, are_interpreted=True)
 CUDNN = Kernels("cudnn")  # attention as one kernel of cuDNN's
+TRITON = Kernels(
+    "triton", are_pallas=True
+)  # the same, and a transformer's layer norm and GELU by Pallas, through Triton
 
 
 class OutputGradient(NamedTuple):

@@ -45,7 +45,7 @@ def compute_sums(spec: LayerSpec, z: Images) -> Float[Array, "2 groups channels"
     """Return the sums of the values and of their squares, by group and channel."""
     if not can_use_kernel(spec, z):
         return reference.compute_sums(spec, z)
-    _, sums = _map_and_sum(spec, lambda vectors, z: ((), (z, z * z)), (z,), (), terms=2)
+    _, sums = map_and_sum(spec, lambda vectors, z: ((), (z, z * z)), (z,), (), terms=2)
     return sums
 
 
@@ -72,7 +72,7 @@ def backpropagate_relu(
         return (g,), (g, g * x, *(g * value for value in values[: len(others)]))
 
     arrays = (dy, x, *others) if affine else (dy, x, *others, y)
-    (g,), sums = _map_and_sum(spec, compute, arrays, affine, terms=2 + len(others), outputs=1)
+    (g,), sums = map_and_sum(spec, compute, arrays, affine, terms=2 + len(others), outputs=1)
     return g, tuple(sums)
 
 
@@ -85,7 +85,7 @@ def sum_relu_gradient(spec: LayerSpec, dy: Images, x: Images, y: Num[Array, "ima
         g = jnp.where(y > 0, dy, 0.0)
         return (), (g, g * x)
 
-    return tuple(_map_and_sum(spec, compute, (dy, x, y), (), terms=2)[1])
+    return tuple(map_and_sum(spec, compute, (dy, x, y), (), terms=2)[1])
 
 
 def can_use_kernel(spec: LayerSpec, x: Images) -> bool:
@@ -99,7 +99,7 @@ def can_use_kernel(spec: LayerSpec, x: Images) -> bool:
     return spec.kernels.are_pallas and x.dtype == jnp.bfloat16 and is_divisible and x.size < MAX_ELEMENTS
 
 
-def _map_and_sum(
+def map_and_sum(
     spec: LayerSpec, compute: Compute, arrays: Arrays, vectors: Sums, *, terms: int, outputs: int = 0
 ) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} channels"]]:
     """Apply `compute` to blocks of the arrays, in float32.
@@ -109,7 +109,7 @@ def _map_and_sum(
         compute: (blocks of the vectors, *blocks of the arrays) -> (outputs, terms), all [rows, channels] or broadcast.
         arrays: of one shape.
         vectors: what belongs to a channel.
-        terms: how many sums `compute` returns terms of.
+        terms: how many sums `compute` returns terms of; there may be none.
         outputs: how many outputs it returns.
 
     Returns:
@@ -128,7 +128,7 @@ def _map_and_sum(
 
     def body(*refs: jax.Ref) -> None:
         inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
-        vector_refs, output_refs, sums_ref = refs[: len(vectors)], refs[len(vectors) : -1], refs[-1]
+        vector_refs, output_refs = refs[: len(vectors)], refs[len(vectors) : len(vectors) + outputs]
         group, program = pl.program_id(0), pl.program_id(1)
         column = pl.ds(pl.program_id(2) * columns, columns)
         by_channel = tuple(ref[group, column][None] for ref in vector_refs)
@@ -147,17 +147,17 @@ def _map_and_sum(
 
         zero = jnp.zeros((block_rows, columns), jnp.float32)
         for number, term in enumerate(lax.fori_loop(0, blocks, add_block, (zero,) * terms)):
-            sums_ref[group, program, number, column] = term.sum(axis=0)
+            refs[-1][group, program, number, column] = term.sum(axis=0)
 
-    *results, sums = pl.pallas_call(
+    sums_shape = jax.ShapeDtypeStruct((spec.groups, programs, terms, channels), jnp.float32)
+    output_shape = jax.ShapeDtypeStruct((rows, channels), arrays[0].dtype)
+    results = pl.pallas_call(
         body,
-        out_shape=(
-            *[jax.ShapeDtypeStruct((rows, channels), arrays[0].dtype)] * outputs,
-            jax.ShapeDtypeStruct((spec.groups, programs, terms, channels), jnp.float32),
-        ),
+        out_shape=(*[output_shape] * outputs, *[sums_shape] * (terms > 0)),
         grid=(spec.groups, programs, channels // columns),
         compiler_params=triton.CompilerParams(num_warps=tuning.warps, num_stages=1),
         interpret=spec.kernels.are_interpreted,
         name="map_and_sum",
     )(*(array.reshape(rows, channels) for array in arrays), *vectors)
-    return [result.reshape(arrays[0].shape) for result in results], sums.sum(axis=1).swapaxes(0, 1)
+    sums = results[-1] if terms else jnp.zeros(sums_shape.shape, sums_shape.dtype)
+    return [result.reshape(arrays[0].shape) for result in results[:outputs]], sums.sum(axis=1).swapaxes(0, 1)

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.kernels.layer_spec import Kernels
-from podscale.models import folded_resnet, fused_resnet
+from podscale.models import folded_resnet, fused_resnet, fused_vit
 from podscale.models.random_layers import KeySource, RandomLayer, name_random_layers, replace_dropouts
 from podscale.models.resnet import ResNet
 from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, replace_batch_norms
@@ -60,8 +60,8 @@ class FunctionalModel:
 
         Random layers draw from `keys`, one for each image; without them they do nothing.
 
-        With kernels for it, a ResNet is computed as a chain of fused layers (`fused_resnet`); a model with a method
-        `use_kernels` decides itself.
+        With kernels for it, a ResNet is computed as a chain of fused layers (`fused_resnet`), and a Vision Transformer
+        in fewer passes (`fused_vit`).
         """
         model = self.build_module(params, stats)
         model.train()
@@ -72,21 +72,27 @@ class FunctionalModel:
         for path, module in nnx.iter_modules(model) if self.freeze else ():
             if isinstance(module, BatchNorm) and self.is_frozen(join_path(path)):
                 module.use_running_average = True
-        if self.kernels and hasattr(model, "use_kernels"):
-            model.use_kernels(self.kernels)
         if self.kernels and type(model) is ResNet:
             logits = fused_resnet.forward(model, images, self.kernels)
         else:
-            logits = model(images)
+            logits = self.apply(model, images)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
 
     def evaluate(self, params: Tree, stats: Tree, images: jax.Array) -> jax.Array:
         """Return the logits by the running statistics; a ResNet with kernels is folded (`folded_resnet`)."""
         model = self.build_module(params, stats)
         model.eval()
+        if self.kernels and type(model) is ResNet:
+            return folded_resnet.forward(model, images)
+        return self.apply(model, images)
+
+    def apply(self, model: Any, images: jax.Array) -> jax.Array:
+        """Return the logits of a model that is not a ResNet; one with a method `use_kernels` decides what to use."""
+        if self.kernels and fused_vit.can_fuse(model, self.kernels):
+            return fused_vit.forward(model, images, self.kernels)
         if self.kernels and hasattr(model, "use_kernels"):
             model.use_kernels(self.kernels)
-        return folded_resnet.forward(model, images) if self.kernels and type(model) is ResNet else model(images)
+        return model(images)
 
     def build_module(self, params: Tree, stats: Tree) -> Any:
         """Return the flax module with these parameters and statistics."""

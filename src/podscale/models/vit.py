@@ -232,11 +232,11 @@ class VisionTransformer(nnx.Module):
         return head(self.dropout(x.mean(axis=1, dtype=head.kernel.dtype)))
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Let `kernels` compute what they can: attention in bfloat16, with `CUDNN`."""
+        """Let `kernels` compute what they can of the modules: attention in bfloat16, by cuDNN."""
         embedding: Any = self.layers[0]
-        if kernels == CUDNN and self.dtype == jnp.bfloat16:
+        if (kernels == CUDNN or kernels.are_pallas) and self.dtype == jnp.bfloat16:
             embedding.padding = -embedding.count_tokens() % PADDED_MULTIPLE
-            self.set_attributes(Attention, kernels=kernels, padding=embedding.padding)
+            self.set_attributes(Attention, kernels=CUDNN, padding=embedding.padding)
 
 
 def build_vit(name: str, config: recipe.Model, classes: int, image_size: int, rngs: nnx.Rngs) -> VisionTransformer:
