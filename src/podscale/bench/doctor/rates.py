@@ -22,19 +22,24 @@ from PIL import Image
 
 from podscale.data import crop as crops
 from podscale.data.index.dataset import index_files
-from podscale.data.order import compute_eval_boxes
+from podscale.data.order import compute_crop_boxes
+from podscale.data.staging import Staging
 from podscale.pod import ALL_AXES, COLUMN, ROW, Pod
 from podscale.processes.host import count_usable_cores
+from podscale.recipe import Augment
 
 TRIES = 3
 MATRIX = MappingProxyType({"cpu": 1024})  # rows and columns of the matrices, by platform
 LARGE_MATRIX = 8192
 COPY_BYTES = MappingProxyType({"cpu": 64 << 20})
 LARGE_COPY_BYTES = 1 << 30
+FEED_BYTES = MappingProxyType({"cpu": 64 << 20})
+LARGE_FEED_BYTES = 256 << 20  # as a call's batches are
 MESSAGE_BYTES = MappingProxyType({"cpu": 4 << 20})
 LARGE_MESSAGE_BYTES = 64 << 20
 HOPS = 8  # in one program, so that its start-up matters little
-IMAGES = 64
+FILES = 64
+IMAGES_PER_CORE = 128  # of a try: a tenth of a second or more, beside which the start of threads does not count
 IMAGE_SHAPE = (500, 375)  # pixels, as ImageNet's photos are
 DISK_BYTES = 128 << 20
 
@@ -65,11 +70,19 @@ def measure_device(pod: Pod) -> dict[str, float]:
         matrix = jnp.ones((side, side), jnp.float32 if kind == "cpu" else jnp.bfloat16)
         product = jax.jit(lambda x: x @ x)
         rate = 2 * side**3 / time_best(lambda: product(matrix).block_until_ready())
-    host_array = np.ones(COPY_BYTES["cpu"], np.uint8)
-    feed = host_array.nbytes / time_best(
-        lambda: jax.device_put(host_array, device, may_alias=False).block_until_ready()
-    )
-    return {"copy_bytes_per_s": copy, "feed_bytes_per_s": feed, "matrix_flops_per_s": rate}
+    return {"copy_bytes_per_s": copy, "feed_bytes_per_s": measure_feeding(device), "matrix_flops_per_s": rate}
+
+
+def measure_feeding(device: jax.Device) -> float:
+    """Measure bytes/s to a device from the memory in which the loader makes batches: pinned, for GPUs."""
+    staging = Staging(device)
+    try:
+        memory = staging.take((FEED_BYTES.get(device.platform, LARGE_FEED_BYTES),))
+        memory.fill(1)
+        seconds = time_best(lambda: jax.device_put(memory, device, may_alias=False).block_until_ready())
+    finally:
+        staging.close()
+    return memory.nbytes / seconds
 
 
 def measure_links(pod: Pod) -> dict[str, dict[str, float]]:
@@ -103,27 +116,28 @@ def _time_hop(mesh: jax.sharding.Mesh, axis: tuple[str, ...], size: int) -> floa
 
 
 def measure_decoding(folder: Path, size: int = 224) -> dict[str, float]:
-    """Measure photos of usual size decoded and cropped per second, by one core and by all; also their files' bytes."""
+    """Measure photos of usual size, random crops of which are decoded as in training, per second; also their bytes.
+
+    By one core and by all; the same photos again and again, which are in the page cache as they are in a training
+    whose data fit the memory.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         data = _make_photo()
-        paths = [Path(temporary) / f"{i}.jpg" for i in range(IMAGES)]
+        paths = [Path(temporary) / f"{i}.jpg" for i in range(FILES)]
         for path in paths:
             path.write_bytes(data)
-        index = index_files(paths)
-        samples, flips = np.arange(IMAGES), np.zeros(IMAGES, bool)
-        boxes, out = compute_eval_boxes(0.875, index.sizes), np.empty((IMAGES, size, size, 3), np.uint8)
+        index, cores = index_files(paths), count_usable_cores()
 
-        def crop(threads: int) -> float:
+        def measure_crops(threads: int) -> float:
+            passes, samples = np.divmod(np.arange(IMAGES_PER_CORE * threads), FILES)
+            boxes, flips = compute_crop_boxes(Augment(crop="resized"), 0, passes, samples, index.sizes[samples], size)
+            out = np.empty((len(samples), size, size, 3), np.uint8)
             with ThreadPoolExecutor(threads) as pool:
                 seconds = time_best(lambda: crops.crop_batch(index, samples, boxes, flips, out, pool))
-            return IMAGES / seconds
+            return len(samples) / seconds
 
-        return {
-            "one_core": crop(1),
-            "all_cores": crop(count_usable_cores()),
-            "cores": count_usable_cores(),
-            "picture_bytes": len(data),
-        }
+        rates = {"one_core": measure_crops(1), "all_cores": measure_crops(cores)}
+        return rates | {"cores": cores, "picture_bytes": len(data)}
 
 
 def _make_photo() -> bytes:
