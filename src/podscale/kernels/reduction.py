@@ -88,7 +88,7 @@ def sum_relu_gradient(spec: LayerSpec, dy: Images, x: Images, y: Num[Array, "ima
     return tuple(map_and_sum(spec, compute, (dy, x, y), (), terms=2)[1])
 
 
-def can_use_kernel(spec: LayerSpec, x: Images) -> bool:
+def can_use_kernel(spec: LayerSpec, x: Num[Array, "*places channels"]) -> bool:
     """Return whether the rows and channels of an array can be divided into blocks."""
     rows, channels = x.size // x.shape[-1], x.shape[-1]
     is_divisible = (

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
-from podscale.kernels.layer_spec import HOPPER, TRITON
+from podscale.kernels.layer_spec import HOPPER
 from podscale.models.functional import FunctionalModel, Tree
 from podscale.optim.norms import compute_global_norm, compute_joined_global_norm
 from podscale.optim.parameter_groups import count_stem_updates
@@ -184,7 +184,7 @@ def make_compiler_options(plan: Plan) -> CompilerOptions:
     """
     platform = plan.pod.devices[0].platform if plan.pod.devices else ""
     has_short_updates = plan.input.is_resident and plan.recipe.model.name in GRAPHED_MODELS
-    if platform == "gpu" and plan.pod.size == 1 and (has_short_updates or plan.kernels in (HOPPER, TRITON)):
+    if platform == "gpu" and plan.pod.size == 1 and (has_short_updates or plan.kernels == HOPPER):
         return {"xla_gpu_enable_command_buffer": GRAPHED_OPERATIONS}
     if platform == "tpu" and plan.transfer.bucket_bytes:
         return {"xla_jf_crs_combiner_threshold_in_bytes": plan.transfer.bucket_bytes}
