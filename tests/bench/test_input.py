@@ -217,7 +217,7 @@ def test_the_command_prints_tables_or_one_object(photos, capfd, option):
 @pytest.mark.parametrize(
     ("changes", "settings", "sentence"),
     [
-        ({}, {"threads": -1}, "--threads must be 1 to 1024, or 0 for one a core, not -1"),
+        ({}, {"threads": -1}, "--threads must be 1 to 1024, or 0 for one per core, not -1"),
         ({}, {"feed": float("nan")}, "--feed must be a number of images per second, not nan"),
         ({"data.path": ""}, {}, "data.path is empty; name the folder that holds the images"),
         ({"data.source": "digits"}, {}, 'data.source "digits" is in memory; `bench input` measures images in files'),
