@@ -332,7 +332,7 @@ MISTAKES = [
     (("data", "prepare", "nowhere", "to"), "there is no folder nowhere"),
     (("data", "prepare", ".", "."), "holds no class folders with images; it must hold train/CLASS/FILE"),
     (("data", "prepare", ".", ".", "--source", "tar"), "is the source itself"),
-    (("data", "prepare", ".", "to", "--source", "tar"), "is inside of"),
+    (("data", "prepare", ".", "to", "--source", "tar"), "is inside "),
     (("data", "prepare", ".", "to", "--longest", "many"), "--longest"),
     (("data", "prepare", ".", "to", "--longest", "0"), "--longest is 0"),
     (("data", "prepare", ".", "to", "--quality", "-3"), "--quality is -3"),

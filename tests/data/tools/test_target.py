@@ -56,10 +56,10 @@ def test_a_damaged_journal_is_refused(photos, tmp_path, text):
 def test_source_and_target_must_be_apart(photos, tmp_path):
     before = read_contents(photos)
     assert_refused("is the source itself", photos, photos, Settings())
-    assert_refused("is inside of", photos, photos / "to", Settings())
-    assert_refused("is inside of", photos, photos.parent, Settings())
+    assert_refused("is inside ", photos, photos / "to", Settings())
+    assert_refused("is inside ", photos, photos.parent, Settings())
     (tmp_path / "link").symlink_to(photos)
-    assert_refused("is inside of", photos, tmp_path / "link" / "to", Settings())
+    assert_refused("is inside ", photos, tmp_path / "link" / "to", Settings())
     assert read_contents(photos) == before
 
 

@@ -69,7 +69,7 @@ def test_refuses_rows_without_an_image(tmp_path, version):
         ({"image": [b"1"]}, "has no column label; its columns are image"),
         ({"photo": [b"1"], "label": [0]}, "has no column image with the bytes of images; its columns are label"),
         ({"image": [[b"1"]], "label": [0]}, "has no column image with the bytes"),
-        ({"image": [7], "label": [0]}, "has no single image a row"),
+        ({"image": [7], "label": [0]}, "does not have one image per row"),
         ({"image": [b"1"], "label": ["cat"]}, "has labels of type string"),
         ({"image": [b"1"], "label": [None]}, "has labels of type"),
     ],

@@ -91,7 +91,7 @@ def test_damaged_cifar_is_refused(cifar10):
     (folder / "data_batch_2.bin").write_bytes(b"x" * 3072)
     assert "data_batch_2.bin has 3072 bytes, no whole number of records of 3073" in get_refusal("cifar", folder)
     (folder / "data_batch_2.bin").write_bytes(bytes([10]) + bytes(3072))
-    assert "has label 10, which CIFAR has not" in get_refusal("cifar", folder)
+    assert "has label 10, which CIFAR does not have" in get_refusal("cifar", folder)
     (folder / "data_batch_2.bin").unlink()
     assert "does not hold CIFAR's binary files" in get_refusal("cifar", folder)
 
