@@ -164,7 +164,7 @@ def test_the_largest_gap_is_to_the_ceiling_that_matters():
 
 
 def test_an_empty_trace_is_reported_in_one_sentence():
-    with pytest.raises(UserError, match="the profiler saw no work"):
+    with pytest.raises(UserError, match="the profiler recorded no work"):
         trace.summarize_events([])
 
 
