@@ -302,3 +302,18 @@ def test_layers_are_fused_where_kernels_save_time(fused, capability, changes, ke
     changes = {"batch.size": 256, "batch.span": 64, "data.lanes": 1} | changes
     recipe = load_recipe("resnet50-imagenet-4k").override(changes)
     assert make_plan(recipe, pod, Counts(1281167, 50000, 1000), Options(fused=fused)).to_dict()["kernels"] == kernels
+
+
+@pytest.mark.parametrize(
+    ("text", "span", "images", "tile"),
+    [
+        ("v5e:4x4*4", 128, 8, (4, 4)),  # as square as fits one slice
+        ("v5e:2x8*2", 128, 8, (2, 8)),
+        ("v5e:2x2*4", 128, 8, None),  # 16 chips; a slice has 4
+        ("h200:4x8", 64, 16, (1, 4)),  # NVLink, not 2x2 over two nodes
+        ("h200:4x8", 128, 8, (2, 8)),
+        ("v5e:4x8", 64, 16, (2, 2)),
+    ],
+)
+def test_tiles_stay_in_a_slice_and_prefer_one_node(text, span, images, tile):
+    assert choose_tile(span, images, named_pod(text)) == tile

@@ -37,8 +37,8 @@ def get_refusal(function, *arguments, **options):
 def test_a_tile_splits_both_dimensions_of_the_torus(tile):
     mesh = make_pod(jax.devices(), "4x4").mesh(tile)
     h, w = tile
-    assert mesh.axis_names == ALL_AXES == ("tile_y", "y", "tile_x", "x", "core")
-    assert mesh.devices.shape == (4 // h, h, 4 // w, w, 1)
+    assert mesh.axis_names == ALL_AXES == ("slice", "tile_y", "y", "tile_x", "x", "core")
+    assert mesh.devices.shape == (1, 4 // h, h, 4 // w, w, 1)
     assert np.array_equal(mesh.devices.reshape(4, 4), np.array(jax.devices()).reshape(4, 4))
     size = {axes: np.prod([mesh.shape[axis] for axis in axes]) for axes in (COLUMN, ROW, TILE)}
     assert size == {COLUMN: 4, ROW: 4, TILE: h * w}
@@ -134,7 +134,7 @@ def test_pods_compare_without_their_devices():
 # --- TPU slices and clusters ---------------------------------------------------------------------------------------
 
 
-def make_tpus(columns, rows, layers=1, cores=1, limit=None):
+def make_tpus(columns, rows, layers=1, cores=1, limit=None, slice_index=0):
     """Return devices as libtpu shows them, in its numbering: x runs fastest, then y, then z."""
     positions = itertools.product(range(layers), range(rows), range(columns), range(cores))
     stats = {"bytes_limit": limit} if limit else None
@@ -144,6 +144,7 @@ def make_tpus(columns, rows, layers=1, cores=1, limit=None):
             device_kind="TPU v3",
             coords=(x, y, z),
             core_on_chip=core,
+            slice_index=slice_index,
             process_index=0,
             id=number,
             memory_stats=lambda: stats,
@@ -204,6 +205,67 @@ def test_a_cluster_is_nodes_by_devices_per_node(monkeypatch):
         jax, "devices", lambda: devices[::8] + devices[1:2]
     )  # 4 devices over 3 nodes: no nodes x devices
     assert find_pod().shape == "2x2"
+
+
+def test_slices_with_equal_coordinates_are_laid_out_one_below_the_other(monkeypatch):
+    two = [device for number in (1, 0) for device in make_tpus(4, 2, cores=2, slice_index=number)]
+    monkeypatch.setattr(jax, "devices", lambda: shuffle(two))
+    pod = find_pod()
+    assert (pod.shape, pod.rows, pod.cols, pod.cores, pod.slices, pod.size) == ("2x4*2", 4, 4, 2, 2, 32)
+    assert pod.dims == (4, 2)
+    grid = np.array(pod.devices, dtype=object).reshape(2, 2, 4, 2)
+    for number, row, col, core in np.ndindex(grid.shape):
+        device = grid[number, row, col, core]
+        assert (device.slice_index, device.coords, device.core_on_chip) == (number, (col, row, 0), core)
+    mesh = np.array(pod.devices, dtype=object).reshape(2, 1, 2, 2, 2, 2)  # tiles of 2x2: six axes
+    for part in mesh:
+        assert len({device.slice_index for device in part.flat}) == 1
+    assert find_pod(shape="4x2").shape == "4x2*2"
+    assert find_pod(shape="4x2*2").shape == "4x2*2"
+    assert "has 4 slices, but there are 2" in get_refusal(find_pod, shape="2x2*4")
+    assert "needs 16 chips in each of 2 slices, but there are 8" in get_refusal(find_pod, shape="4x4")
+
+
+def test_slices_of_different_sizes_are_refused(monkeypatch):
+    devices = make_tpus(4, 2) + make_tpus(2, 2, slice_index=1)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert "different numbers of devices: 8, 4" in get_refusal(find_pod)
+
+
+def test_slices_can_be_named_and_simulated():
+    pod = named_pod("v5e:16x16*4")
+    assert (pod.shape, pod.rows, pod.slice_rows, pod.cols, pod.hosts, pod.size) == ("16x16*4", 64, 16, 16, 256, 1024)
+    deep = named_pod("v5p:4x4x8*2")
+    assert (deep.dims, deep.slices, deep.size) == ((4, 4, 8), 2, 256)
+    assert find_pod(virtual="2x2*2").mesh((1, 2)).shape == dict(zip(ALL_AXES, (2, 2, 1, 1, 2, 1), strict=True))
+    for text in ("v5e:4x4*", "v5e:4x4*0", "v5e:4x4*x"):
+        assert "such as 16x16*4" in get_refusal(named_pod, text)
+    assert "h200:NODESxGPUS" in get_refusal(named_pod, "h200:4x8*2")
+
+
+def make_gpus(nodes, per_node):
+    """Return the devices of a process per GPU; JAX numbers what NVLink connects."""
+    return [
+        SimpleNamespace(
+            platform="gpu",
+            device_kind="NVIDIA H200",
+            process_index=node * per_node + local,
+            id=node * per_node + local,
+            slice_index=node,
+            memory_stats=lambda: {"bytes_limit": 99},
+        )
+        for node in range(nodes)
+        for local in range(per_node)
+    ]
+
+
+def test_rows_are_nodes_also_with_a_process_per_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: shuffle(make_gpus(2, 8)))
+    pod = find_pod()
+    assert (pod.shape, pod.slices, pod.hosts, pod.is_gpu_cluster) == ("2x8", 1, 16, True)
+    assert [d.id for d in pod.devices] == list(range(16))
+    monkeypatch.setattr(jax, "devices", lambda: shuffle(make_gpus(1, 8)))
+    assert find_pod().shape == "1x8"
 
 
 def test_invalid_process_numbers_are_refused():

@@ -225,7 +225,8 @@ class Plan:
         """Return the plan as plain values, for programs."""
         return {
             "pod": {"kind": self.pod.kind, "rows": self.pod.rows, "cols": self.pod.cols, "cores": self.pod.cores}
-            | {"hosts": self.pod.hosts, "devices": self.pod.size},
+            | {"hosts": self.pod.hosts, "devices": self.pod.size}
+            | ({"slices": self.pod.slices} if self.pod.slices > 1 else {}),
             "counts": {"train": self.counts.train, "val": self.counts.val, "classes": self.counts.classes},
             "images_per_device": self.images_per_device,
             "micro_batches": self.micro_batches,
@@ -371,7 +372,9 @@ def _choose_micro_batches(
 
 
 def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
-    """Return the chips (rows, columns) that share a batch-norm group, as square as possible; None if nothing fits.
+    """Return the chips (rows, columns) that share a batch-norm group; None if nothing fits.
+
+    A tile lies in one slice and is as square as possible; of GPUs, in as few nodes as possible.
 
     Args:
         span: images per group.
@@ -381,6 +384,8 @@ def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
     >>> choose_tile(64, 16, Pod("cpu", 4, 4)), choose_tile(64, 64, Pod("cpu", 4, 4))
     ((2, 2), (1, 1))
     >>> choose_tile(48, 32, Pod("cpu", 4, 4))
+    >>> choose_tile(64, 16, Pod("h200", 4, 8)), choose_tile(64, 16, Pod("v5e", 4, 4, slices=4))
+    ((1, 4), (1, 4))
     """
     if images % span == 0:
         return 1, 1
@@ -388,7 +393,9 @@ def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
     if remainder or devices % pod.cores:
         return None
     chips = devices // pod.cores
-    tiles = [(h, chips // h) for h in list_divisors(chips) if pod.rows % h == 0 and pod.cols % (chips // h) == 0]
+    tiles = [(h, chips // h) for h in list_divisors(chips) if pod.slice_rows % h == 0 and pod.cols % (chips // h) == 0]
+    if pod.is_gpu_cluster:
+        return min(tiles, default=None)
     return min(tiles, key=lambda t: (abs(t[0] - t[1]), t[0]), default=None)
 
 

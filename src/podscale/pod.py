@@ -1,10 +1,14 @@
 """Pod: the devices to train on, as a 2-D torus of rows x columns of chips, found on this machine or named.
 
-A batch-norm tile of h x w chips splits both dimensions of the torus, so one mesh with the five axes below names every
+A batch-norm tile of h x w chips splits both dimensions of the torus, so one mesh with the six axes below names every
 group that training sums over: a tile is `TILE`, a column ring `COLUMN`, a row ring `ROW`, the pod `ALL_AXES`. No other
 module has lists of device numbers.
+
+A TPU pod may consist of several slices, each a torus of its own, which a slower network connects. They are laid out one
+below the other, and no tile, row or column crosses from one into the next. In a cluster of GPUs a row is a node.
 """
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,13 +23,13 @@ from podscale.errors import UserError
 from podscale.processes.group import get_rank_and_size
 from podscale.processes.host import measure_usable_memory
 
-ALL_AXES = ("tile_y", "y", "tile_x", "x", "core")
+SLICE, CORE = "slice", "core"
 COLUMN = ("tile_y", "y")
 ROW = ("tile_x", "x")
-CORE = "core"
+ALL_AXES = (SLICE, *COLUMN, *ROW, CORE)
 TILE = ("y", "x", "core")
 # Not in mesh order: in this order, a tile owns a contiguous block of the global batch's positions.
-BATCH_AXES = ("tile_y", "tile_x", "y", "x", "core")
+BATCH_AXES = (SLICE, "tile_y", "tile_x", "y", "x", CORE)
 # kind: (devices per chip in JAX, chips per host, bytes of memory per device)
 CHIPS = MappingProxyType(
     {
@@ -43,6 +47,7 @@ CHIPS = MappingProxyType(
     }
 )
 THREE_DIMENSIONS = ("v4", "v5p")  # kinds whose torus may have a third dimension
+GPU_KINDS = ("v100", "a100", "h100", "h200")
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,14 @@ class Pod:
 
     Args:
         kind: "cpu", a chip in `CHIPS`, or JAX's name of the device.
-        rows: chips in a column.
+        rows: chips in a column, of all slices together.
         cols: chips in a row.
         cores: devices per chip.
         hosts: processes that the devices belong to.
         devices: JAX devices in (row, column, core) order; empty for a pod that is only named.
         memory_bytes: per device.
         depth: of the third dimension of a 3-D torus, which is folded into the columns.
+        slices: tori of equal shape that lie one below the other.
 
     >>> Pod("v3", rows=32, cols=32, cores=2, hosts=256).size
     2048
@@ -71,12 +77,23 @@ class Pod:
     devices: tuple["jax.Device", ...] = field(default=(), repr=False, compare=False)
     memory_bytes: int = 4 << 30
     depth: int = 1
+    slices: int = 1
+
+    @property
+    def slice_rows(self) -> int:
+        """Chips in a column of one slice."""
+        return self.rows // self.slices
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Chips along each dimension of the torus: of a row, of a column, and of the third where there is one."""
-        flat = (self.cols // self.depth, self.rows)
+        """Chips along each dimension of a slice: of a row, of a column, and of the third where there is one."""
+        flat = (self.cols // self.depth, self.slice_rows)
         return flat if self.depth == 1 else (*flat, self.depth)
+
+    @property
+    def is_gpu_cluster(self) -> bool:
+        """Whether rows are nodes, inside of which GPUs are closer to each other than to those of other nodes."""
+        return self.kind in GPU_KINDS or (bool(self.devices) and self.devices[0].platform == "gpu")
 
     @property
     def size(self) -> int:
@@ -90,14 +107,15 @@ class Pod:
 
     @property
     def shape(self) -> str:
-        """Rows x columns, such as "2x4"."""
-        return f"{self.rows}x{self.cols}"
+        """Rows x columns, such as "2x4"; of each slice, with their number, where there are several: "2x4*2"."""
+        return f"{self.slice_rows}x{self.cols}" + (f"*{self.slices}" if self.slices > 1 else "")
 
     def mesh(self, tile: tuple[int, int] = (1, 1)) -> Mesh:
-        """Return the devices as a mesh with the five axes, for batch-norm tiles of `tile` = (h, w) chips."""
+        """Return the devices as a mesh with the six axes, for batch-norm tiles of `tile` = (h, w) chips."""
         h, w = tile
         grid = np.array(self.devices, dtype=object)
-        return Mesh(grid.reshape(self.rows // h, h, self.cols // w, w, self.cores), ALL_AXES)
+        shape = (self.slices, self.slice_rows // h, h, self.cols // w, w, self.cores)
+        return Mesh(grid.reshape(shape), ALL_AXES)
 
 
 def make_batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
@@ -125,11 +143,26 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(rows), int(cols)
 
 
+def split_slices(shape: str) -> tuple[str, int]:
+    """Return the shape of a slice and the number of slices of "SHAPE*N"; without a number, there is one.
+
+    Raises:
+        UserError: the number is not valid.
+
+    >>> split_slices("16x16*4"), split_slices("2x4")
+    (('16x16', 4), ('2x4', 1))
+    """
+    flat, star, count = shape.partition("*")
+    if star and (not count.isdecimal() or not int(count)):
+        raise UserError(f"a pod of several slices is ROWSxCOLUMNS*SLICES, such as 16x16*4, not {shape!r}")
+    return flat, int(count or 1)
+
+
 def named_pod(text: str) -> Pod:
     """Return a pod that need not exist on this machine.
 
     Args:
-        text: "KIND:RxC", such as v3:32x32, or "KIND:RxCxD" for a 3-D torus.
+        text: "KIND:RxC", such as v3:32x32, "KIND:RxCxD" for a 3-D torus, and "*N" after either for N slices of TPUs.
 
     Returns:
         A pod without devices, for plans and forecasts.
@@ -141,10 +174,15 @@ def named_pod(text: str) -> Pod:
     2048
     >>> named_pod("v4:4x4x8").dims
     (4, 4, 8)
+    >>> named_pod("v5e:16x16*4").size
+    1024
     """
     kind, _, shape = text.partition(":")
     if kind not in CHIPS:
         raise UserError(f"there is no chip kind {kind!r}: {suggest_names(kind, CHIPS)}")
+    shape, slices = split_slices(shape)
+    if slices > 1 and kind in GPU_KINDS:
+        raise UserError(f"GPUs have no slices: the rows of {kind}:{shape} are nodes; give {kind}:NODESxGPUS")
     deep = kind in THREE_DIMENSIONS and shape.count("x") == 2
     flat, _, last = shape.rpartition("x") if deep else (shape, "", "1")
     if not last.isdecimal() or not int(last):
@@ -152,16 +190,18 @@ def named_pod(text: str) -> Pod:
     rows, cols = parse_shape(flat)
     cores, chips_per_host, memory_bytes = CHIPS[kind]
     depth = int(last)
-    hosts = max(1, -(-rows * cols * depth // chips_per_host))
-    return Pod(kind, rows, cols * depth, cores, hosts, memory_bytes=memory_bytes, depth=depth)
+    hosts = slices * max(1, -(-rows * cols * depth // chips_per_host))
+    rows, cols = slices * rows, cols * depth
+    return Pod(kind, rows, cols, cores, hosts, memory_bytes=memory_bytes, depth=depth, slices=slices)
 
 
 def find_pod(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
     """Return the devices of this machine, or of all processes that have joined, as a torus.
 
     Args:
-        shape: "RxC", how to lay them out; empty: as the hardware is wired, or as square as possible.
-        virtual: "RxC", to simulate R·C devices on the CPU instead.
+        shape: "RxC", how to lay them out; of each slice, where there are several, or "RxC*N" to simulate N slices.
+            Empty: as the hardware is wired, or as square as possible.
+        virtual: "RxC", to simulate R·C devices on the CPU instead, or "RxC*N".
         cores: devices per chip; on CPUs, each process makes that many; 0: as the hardware says.
 
     Returns:
@@ -176,9 +216,10 @@ def find_pod(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
     if cores < 0:
         raise UserError(f"pod.cores must be 0 or more, not {cores}")
     if virtual:
-        rows, cols = parse_shape(virtual)
+        flat, slices = split_slices(virtual)
+        rows, cols = parse_shape(flat)
         cores = cores or 1
-        return _lay_out(_make_virtual_devices(rows * cols * cores), rows, cols, cores)
+        return _lay_out(_make_virtual_devices(slices * rows * cols * cores), slices * rows, cols, cores, slices)
     if cores:
         _request_cores(cores)
     devices = list(jax.devices())
@@ -186,21 +227,29 @@ def find_pod(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
     chips, remainder = divmod(len(devices), cores)
     if remainder:
         raise UserError(f"pod.cores {cores} does not divide {len(devices)} devices")
-    rows, cols = parse_shape(shape) if shape else _choose_shape(devices, cores)
-    if rows * cols != chips:
-        shapes = " or ".join(_list_shapes(chips))
-        raise UserError(f"pod.shape {shape} needs {rows * cols} chips, but there are {chips}; try {shapes}")
-    return _lay_out(devices, rows, cols, cores)
+    flat, asked = split_slices(shape)
+    slices = _count_slices(devices)
+    if slices > 1 and "*" in shape and asked != slices:
+        raise UserError(f"pod.shape {shape} has {asked} slices, but there are {slices}")
+    slices = slices if slices > 1 else asked
+    rows, cols = parse_shape(flat) if shape else _choose_shape(devices, cores, slices)
+    if slices * rows * cols != chips:
+        shapes = " or ".join(_list_shapes(chips // slices))
+        each = f" in each of {slices} slices" if slices > 1 else ""
+        found = f"{chips // slices}{each}"
+        raise UserError(f"pod.shape {shape} needs {rows * cols} chips{each}, but there are {found}; try {shapes}")
+    return _lay_out(devices, slices * rows, cols, cores, slices)
 
 
 def make_pod(devices: list[jax.Device], shape: str, cores: int = 0) -> Pod:
     """Return the first of some devices as an RxC torus; for tests and notebooks that use a part of a machine."""
-    rows, cols = parse_shape(shape)
+    flat, slices = split_slices(shape)
+    rows, cols = parse_shape(flat)
     cores = cores or _count_cores(devices)
-    count = rows * cols * cores
+    count = slices * rows * cols * cores
     if len(devices) < count:
         raise UserError(f"a {shape} torus needs {count} devices, but there are {len(devices)}")
-    return _lay_out(devices[:count], rows, cols, cores)
+    return _lay_out(devices[:count], slices * rows, cols, cores, slices)
 
 
 # --- layout --------------------------------------------------------------------------------------------------------
@@ -228,19 +277,42 @@ def _request_cores(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _lay_out(devices: list[jax.Device], rows: int, cols: int, cores: int) -> Pod:
+def _lay_out(devices: list[jax.Device], rows: int, cols: int, cores: int, slices: int = 1) -> Pod:
     ordered = sorted(devices, key=get_position)
     kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
     hosts = len({d.process_index for d in devices})
-    return Pod(kind, rows, cols, cores, hosts, tuple(ordered), _measure_device_memory(devices))
+    return Pod(kind, rows, cols, cores, hosts, tuple(ordered), _measure_device_memory(devices), slices=slices)
 
 
 def get_position(device: jax.Device) -> tuple[int, ...]:
-    """Return a key that sorts devices by row, column and core: by coordinates on TPU, else by process and number."""
+    """Return a key that sorts devices by slice, row, column and core.
+
+    On TPU by coordinates, of which every slice has its own; else by node, process and number.
+    """
     if getattr(device, "coords", None) is not None and device.platform == "tpu":
         x, y, z = device.coords
-        return y, z, x, device.core_on_chip
-    return device.process_index, device.id
+        return _get_slice(device), y, z, x, device.core_on_chip
+    return _get_slice(device), device.process_index, device.id
+
+
+def _get_slice(device: jax.Device) -> int:
+    """Return the number of a TPU's slice, or of the GPUs that NVLink connects; 0 where JAX does not tell."""
+    return getattr(device, "slice_index", None) or 0
+
+
+def _count_slices(devices: list[jax.Device]) -> int:
+    """Return the number of TPU slices.
+
+    Raises:
+        UserError: they differ in size.
+    """
+    if devices[0].platform != "tpu":
+        return 1
+    sizes = Counter(map(_get_slice, devices))
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(str(sizes[number]) for number in sorted(sizes))
+        raise UserError(f"the slices have different numbers of devices: {listed}; use slices of one shape")
+    return len(sizes)
 
 
 def _count_cores(devices: list[jax.Device]) -> int:
@@ -262,13 +334,16 @@ def _measure_device_memory(devices: list[jax.Device]) -> int:
     return int(multihost_utils.process_allgather(np.int32(memory >> 20)).min()) << 20
 
 
-def _choose_shape(devices: list[jax.Device], cores: int) -> tuple[int, int]:
-    """Return physical rows and columns on TPU; nodes x chips per node on clusters; else as square as possible."""
-    chips = len(devices) // cores
+def _choose_shape(devices: list[jax.Device], cores: int, slices: int) -> tuple[int, int]:
+    """Return physical rows and columns of a slice on TPU; nodes x chips per node on clusters; else nearly square."""
+    chips = len(devices) // cores // slices
     if devices[0].platform == "tpu":
         coords = [d.coords for d in devices]
         rows = len({y for _, y, _ in coords})
         return rows, chips // rows
+    nodes = Counter(getattr(d, "slice_index", None) for d in devices) if devices[0].platform == "gpu" else Counter()
+    if nodes and None not in nodes and len(set(nodes.values())) == 1:
+        return len(nodes), chips // len(nodes)
     hosts = len({d.process_index for d in devices})
     if hosts > 1 and chips // hosts > 1 and chips % hosts == 0:
         return hosts, chips // hosts

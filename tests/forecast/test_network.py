@@ -94,7 +94,8 @@ def time_strategy(name):
     """Return a function from axes and bytes to the seconds that a strategy's paths take on them."""
 
     def form(axes, size):
-        along = {"row": axes[0], "column": axes[1], "all": network._join_axes(axes)}
+        one_slice = Axis(1, RATE, HOP)
+        along = {"row": axes[0], "column": axes[1], "all": network._join_axes(axes), "slice": one_slice}
         return network.time_paths([[along[route.along] for route in path] for path in PATHS[name]], size)
 
     return form
@@ -195,3 +196,28 @@ def test_every_chip_kind_but_the_cpu_has_a_row():
         assert (row.cores, row.chips_per_host) == CHIPS[kind][:2]
         assert row.memory_bytes // row.cores == CHIPS[kind][2]
         assert len(row.source) > 40
+
+
+# --- several slices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["xla", "ring", "ring2", "torus", "torus4", "sharded"])
+def test_between_slices_each_chip_sends_what_it_owns_of_its_slice(name):
+    """The sum over four slices takes as long as in one, and then as the ring or tree of 1/256 between four."""
+    size, chip = 102e6, get_chip("v5e")
+    load = Load(size, parameters=size)
+    one, four = (STRATEGIES[name].predict_s(network.PodLinks(named_pod(f"v5e:16x16{end}")), load) for end in ("", "*4"))
+    share = size / 256
+    ring = 2 * 3 * (chip.slice_hop_s + share / 4 / chip.slice_rate)
+    paths = len(PATHS.get(name, [()]))
+    expected = {1: ring, 2: 2 * 3 * (chip.slice_hop_s + share / 8 / chip.slice_rate)}
+    expected[4] = 2 * 3 * (chip.slice_hop_s + share / 16 / chip.slice_rate)
+    if name == "xla":
+        assert 0 < four - one <= ring * (1 + 1e-9)
+    else:
+        assert four - one == pytest.approx(expected[paths], rel=1e-6)
+
+
+def test_pods_whose_network_between_slices_is_not_known_have_no_forecast():
+    with pytest.raises(UserError, match="nothing is known of the network between slices of v3"):
+        network.PodLinks(named_pod("v3:4x4*2")).time_compiler_sum(1e6)

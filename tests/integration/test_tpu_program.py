@@ -1,5 +1,6 @@
 """What the TPU compiler makes of each summation and batch-norm tile, read from the optimized program."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -139,3 +140,33 @@ def test_bucketed_sum_starts_before_the_backward_pass_ends(steps):
 def test_batch_norm_is_one_message_forward_and_one_backward_over_its_tile(steps, mib):
     tiles = sum(collective.count for collective in compile.read_collectives(steps[mib], 8) if collective.group == 4)
     assert 9 <= tiles <= 18  # nine batch norms, forward and backward; the compiler joins some
+
+
+# --- several slices ------------------------------------------------------------------------------------------------
+
+
+def compile_for_slices(strategy, size):
+    """Return the optimized program of a sum of `size` float32 of each chip of two slices of 2x2."""
+    mesh = described_devices.describe_pod(named_pod("v5e:2x2*2")).mesh((1, 2))
+
+    def call(x):
+        return STRATEGIES[strategy].sum_small(x[0])[None]
+
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=P(ALL_AXES), out_specs=P(ALL_AXES), check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8, size), jnp.float32)).compile().as_text()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("strategy", "messages"), [("xla", 1), ("torus", 2)])
+def test_between_slices_the_compiler_sends_what_a_chip_owns_of_its_slices_sum(strategy, messages):
+    """A quarter of the data, at once or as the two halves of a ring of two, by the runtime for several slices."""
+    size = 32 * 1024
+    text = compile_for_slices(strategy, size)
+    sent = re.findall(r"= \(f32\[([\d,]+)\][^=]* send\(.*xla_megascale_runtime", text)
+    assert [math.prod(map(int, shape.split(","))) for shape in sent] == [size // 4 // messages] * messages
+    groups = {c.group for c in compile.read_collectives(text, 8) if c.kind != "collective-permute"}
+    assert groups <= {4}, "a collective on the links of a slice names chips of another"
+    links = [
+        int(n) for pairs in re.findall(r"source_target_pairs=\{([\d,{}]+)\}", text) for n in re.findall(r"\d+", pairs)
+    ]
+    assert set(links) <= {0, 1, 2, 3}

@@ -31,7 +31,7 @@ RULES = [{"name": "lars", "form": form} for form in ("mlperf", "scaled", "optax"
 RATES = {"schedule.bias_peak": 3, "schedule.head_peak": 2, "schedule.stem_epochs": 20}
 ENDS = {"stem": "conv", "head": "head"}
 SHAPES = {"conv": {"kernel": (3, 3, 2, 5), "bias": (5,)}, "scale": (1,), "head": {"kernel": (7, 3)}}
-PODS = [("2x2", 1), ("2x3", 2), ("1x4", 1)]
+PODS = [("2x2", 1), ("2x3", 2), ("1x4", 1), ("1x2*2", 2)]
 ROUNDING = 1e-12
 SHARDED = STRATEGIES["sharded"]
 

@@ -10,12 +10,14 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from podscale.errors import UserError
+from podscale.models.jaxpr import iterate_equations
 from podscale.parallel import collectives, strategies
 from podscale.parallel.strategies import list_replicated
 from podscale.parallel.summation import PAYLOADS, Transfer, make_buckets
 from podscale.pod import ALL_AXES
 
 SHAPES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 4, 1), (3, 3, 1), (3, 5, 1), (5, 3, 1), (4, 4, 1), (2, 3, 1)]
+SLICES = [(2, 2, 1, 2), (1, 1, 1, 2), (1, 2, 1, 3), (2, 2, 2, 2), (3, 1, 1, 2), (2, 2, 1, 4)]  # the last: how many
 CORES = [(1, 1, 2), (2, 3, 2), (4, 2, 2), (2, 2, 4), (1, 4, 4), (1, 5, 3)]
 STRATEGIES = list_replicated()
 RINGS = [name for name in STRATEGIES if name != "xla"]
@@ -26,11 +28,11 @@ def mark_slow(*shapes):
     return [pytest.param(shape, marks=pytest.mark.slow) for shape in shapes]
 
 
-def make_mesh(rows, cols, cores=1):
+def make_mesh(rows, cols, cores=1, slices=1):
     """Return a mesh with batch-norm tiles of two rows where they fit, so that rings run over split axes."""
     height = 2 if rows % 2 == 0 else 1
-    devices = np.array(jax.devices()[: rows * cols * cores])
-    return Mesh(devices.reshape(rows // height, height, cols, 1, cores), ALL_AXES)
+    devices = np.array(jax.devices()[: slices * rows * cols * cores])
+    return Mesh(devices.reshape(slices, rows // height, height, cols, 1, cores), ALL_AXES)
 
 
 def sum_tree(tree, strategy, **transfer):
@@ -67,7 +69,7 @@ UNEVEN = [(1,), (), (7,), (1000,), (3, 5)]
 
 
 @pytest.mark.sample(16)
-@pytest.mark.parametrize("shape", SHAPES + CORES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("shape", SHAPES + CORES + SLICES, ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_integers_sum_exactly_and_floats_within_the_rounding_bound(strategy, shape):
     tree = {"whole": sample_tree(shape, UNEVEN, "integers"), "real": sample_tree(shape, UNEVEN)}
@@ -81,7 +83,7 @@ def test_integers_sum_exactly_and_floats_within_the_rounding_bound(strategy, sha
 
 
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 4, 1), *mark_slow((2, 3, 2), (3, 3, 1)), (4, 4, 1)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 4, 1), *mark_slow((2, 3, 2), (3, 3, 1)), (4, 4, 1), (2, 2, 1, 2)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_payload_is_rounded_and_identical_on_all_replicas(strategy, shape):
     tree = sample_tree(shape, UNEVEN)
@@ -196,6 +198,27 @@ def test_cores_share_the_bytes_of_their_chip(strategy):
         sent[cores] = sum(sizes)
     assert sent[1] == 2 * 3 * 1024 // 4
     assert sent[2] == sent[1] // 2
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+def test_between_slices_travels_only_what_a_chip_owns_of_the_sum_of_its_slice(strategy):
+    """Two slices of 2x2: of 4096 bytes, each chip owns a quarter, and half of that goes each way of the ring of two."""
+    call = make_summation((2, 2, 1, 2), strategy=strategy)
+    equations = iterate_equations(jax.make_jaxpr(call)(sample_tree((2, 2, 1, 2), [(1024,)])).jaxpr)
+    crossing = 0
+    for equation in equations:
+        if equation.primitive.name == "ppermute":
+            crosses = {source // 4 != target // 4 for source, target in equation.params["perm"]}
+            assert len(crosses) == 1, "a ring within slices crosses from one to the other"
+            crossing += crosses.pop() * equation.invars[0].aval.size
+    assert crossing == 1024 // 4  # a half there, and a half back
+
+
+def test_the_compiler_sums_within_slices_and_then_between_them():
+    call = make_summation((2, 2, 1, 2), strategy="xla")
+    equations = iterate_equations(jax.make_jaxpr(call)(sample_tree((2, 2, 1, 2), [(1024,)])).jaxpr)
+    sums = [e for e in equations if e.primitive.name.startswith("psum") and "slice" in e.params.get("axes", ())]
+    assert [(e.params["axes"], e.invars[0].aval.size) for e in sums] == [(("slice",), 1024 // 4)]
 
 
 @pytest.mark.parametrize("strategy", RINGS)

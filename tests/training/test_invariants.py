@@ -34,6 +34,7 @@ SAMPLED_PODS = [  # shape, micro-batches, steps per call, summation: every value
     ("2x2", 1, 1, "torus"),
     ("2x2", 2, 4, "sharded"),
     ("2x4", 1, 1, "torus4"),
+    ("2x2*2", 1, 1, "torus"),
 ]
 SLOW_PODS = [
     ("1x1", 1, 1, "xla"),
@@ -41,6 +42,8 @@ SLOW_PODS = [
     ("2x2", 2, 4, "xla"),
     ("2x4", 2, 1, "torus"),
     ("2x4", 1, 1, "sharded"),
+    ("1x2*2", 2, 4, "sharded"),
+    ("2x2*2", 1, 1, "xla"),
 ]
 
 

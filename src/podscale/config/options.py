@@ -14,8 +14,8 @@ from podscale.errors import UserError
 class PodOptions:
     """Which devices, and how they are laid out."""
 
-    shape: str = _field("", "rows x columns of the available devices, such as 2x4")
-    virtual: str = _field("", "simulate this many devices on the CPU, such as 2x2")
+    shape: str = _field("", "rows x columns of the available devices, such as 2x4; of each slice, if there are several")
+    virtual: str = _field("", "simulate this many devices on the CPU, such as 2x2, or 2x2*2 for two slices")
     cores: int = _field(0, "devices per chip; on CPUs, devices in each process; 0: as the hardware says")
     heartbeat_s: float = _field(60.0, "seconds without a heartbeat after which a process counts as dead, and all end")
 

@@ -30,6 +30,8 @@ class Chip:
     source: str
     node_rate: float = 0.0
     node_hop_s: float = 0.0
+    slice_rate: float = 0.0
+    slice_hop_s: float = 0.0
     points: tuple[tuple[int, float], ...] = ()  # (images per device, seconds per step), before `rate` sets their level
     curve: str = ""
     rate: float = 0.0

@@ -130,7 +130,7 @@ def reuse_choice(options: Options, pod: Pod, plan: JsonObject | None) -> Options
 
 def _is_same_pod(plan: JsonObject, pod: Pod) -> bool:
     here = {"kind": pod.kind, "rows": pod.rows, "cols": pod.cols, "cores": pod.cores, "hosts": pod.hosts}
-    return here.items() <= plan["pod"].items()
+    return here.items() <= plan["pod"].items() and plan["pod"].get("slices", 1) == pod.slices
 
 
 # --- text ----------------------------------------------------------------------------------------------------------

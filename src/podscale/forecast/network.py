@@ -96,6 +96,18 @@ def make_axes(pod: Pod) -> tuple[Axis, ...]:
     return within, Axis(pod.rows, row.node_rate, row.node_hop_s)
 
 
+def make_slice_axis(pod: Pod) -> Axis:
+    """Return the network between the pod's slices as an axis of as many chips as there are slices.
+
+    Raises:
+        UserError: nothing is known of it.
+    """
+    row = get_chip(pod.kind)
+    if pod.slices > 1 and not row.slice_rate:
+        raise UserError(f"nothing is known of the network between slices of {row.kind}")
+    return Axis(pod.slices, row.slice_rate or row.link_rate, row.slice_hop_s)
+
+
 @dataclass(frozen=True)
 class PodLinks:
     """The links of a pod by the published figures of its chips: a time model for `parallel.summation`."""
@@ -109,6 +121,7 @@ class PodLinks:
         chip, axes = get_chip(self.pod.kind), _fold_axes(make_axes(self.pod))
         if len(paths) > 1 and not chip.is_torus:  # all paths leave a GPU through the same port, two at a time each way
             axes = tuple(Axis(axis.size, axis.rate / 2, axis.hop_s) for axis in axes)
+        axes = (*axes, make_slice_axis(self.pod))
         seconds = time_paths([[_select_axis(route, axes) for route in path] for path in paths], size)
         return chip.start_s + self._predict_on_chip_s(size) + seconds
 
@@ -116,8 +129,9 @@ class PodLinks:
         """Return the seconds of the compiler's own sum of `size` bytes over all devices."""
         if self.pod.rows * self.pod.cols == 1:
             return self._predict_on_chip_s(size)
-        chip = get_chip(self.pod.kind)
-        return chip.start_s + self._predict_on_chip_s(size) + _time_compiler_sum(chip, make_axes(self.pod), size)
+        chip, axes = get_chip(self.pod.kind), make_axes(self.pod)
+        seconds = chip.start_s + self._predict_on_chip_s(size) + _time_compiler_sum(chip, axes, size)
+        return seconds + _time_between_slices(make_slice_axis(self.pod), size / math.prod(self.pod.dims))
 
     def _predict_on_chip_s(self, size: float) -> float:
         """Return the seconds in which the cores of a chip read their parts and write the sum."""
@@ -125,8 +139,8 @@ class PodLinks:
 
 
 def _select_axis(route: Route, axes: tuple[Axis, ...]) -> Axis:
-    across, down = axes
-    return {"row": across, "column": down, "all": _join_axes(axes)}[route.along]
+    across, down, between = axes
+    return {"row": across, "column": down, "all": _join_axes((across, down)), "slice": between}[route.along]
 
 
 def _fold_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
@@ -134,10 +148,19 @@ def _fold_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     return axes if len(axes) <= 2 else (_join_axes((axes[0], axes[2])), axes[1])
 
 
+def _time_between_slices(slices: Axis, size: float) -> float:
+    """Return the seconds of a sum of `size` bytes of each chip between slices: a ring, or a tree if that is faster."""
+    if slices.size == 1:
+        return 0.0
+    tree = 2 * math.ceil(math.log2(slices.size)) * slices.hop_s + 2 * size / slices.rate
+    return min(time_paths([(slices,)], size), tree)
+
+
 def _time_compiler_sum(row: Chip, axes: tuple[Axis, ...], size: float) -> float:
     """Return the seconds of the compiler's all-reduce: all links of a torus at once; NCCL's hierarchy for GPU nodes."""
     if row.is_torus:
-        return time_independent_paths([axis for axis in axes if axis.size > 1], size)
+        used = [axis for axis in axes if axis.size > 1]
+        return time_independent_paths(used, size) if used else 0.0  # slices of one chip
     within, between = axes
     share = size / within.size
     seconds = time_paths([(within,)], size)

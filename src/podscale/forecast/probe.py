@@ -62,6 +62,7 @@ class Probe:
     four: LinearCost  # one along the row and one along the column, in each direction
     cores: LinearCost  # the sum over the cores of a chip
     xla: LinearCost  # the compiler's sum over the pod
+    slices: int = 1  # messages between which cost what all links at once cost
 
     def time_paths(self, paths: Sequence[Path], size: float) -> float:
         """Return the seconds to sum `size` bytes over all devices, an equal part along each path."""
@@ -83,7 +84,7 @@ class Probe:
         return cost
 
     def _make_axis(self, route: Route, cost: LinearCost) -> Axis:
-        return Axis(route.count_chips(self.rows, self.cols), cost.rate, cost.hop_s)
+        return Axis(route.count_chips(self.rows // self.slices, self.cols, self.slices), cost.rate, cost.hop_s)
 
     @property
     def chip_rate(self) -> float:
@@ -112,7 +113,7 @@ def measure_links(pod: Pod) -> Probe:
     costs = {name: _fit_cost(mesh, _make_hops(pod.cores, routes)) for name, routes in PATTERNS.items()}
     costs["cores"] = _fit_cost(mesh, _repeat(_sum_over_cores), ON_CHIP_BYTES) if pod.cores > 1 else free
     costs["xla"] = _fit_cost(mesh, _repeat(lambda x: lax.psum(x, ALL_AXES)), SUM_BYTES)
-    return Probe(pod.rows, pod.cols, **costs)
+    return Probe(pod.rows, pod.cols, **costs, slices=pod.slices)
 
 
 def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], Arrays]:

@@ -26,10 +26,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Num
 
-from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, Path, Route
-from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
+from podscale.parallel.routes import CROSS_SLICES, FOLLOW_COLUMNS, FOLLOW_ROWS, Path, Route
+from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, SLICE
 
-TORUS = COLUMN + ROW  # in this order, the index along all of these axes is row * columns + column
+TORUS = (SLICE, *COLUMN, *ROW)  # in this order, the index along all of these axes is row * columns + column
 MAX_UNROLLED_HOPS = 16  # longer rings become a loop, or compiling takes longer than training
 
 
@@ -45,9 +45,9 @@ class Ring:
     @classmethod
     def from_routes(cls, routes: Sequence[Route]) -> "Ring":
         """Build the ring on which core i of every chip follows `routes[i]`."""
-        rows, cols = lax.axis_size(COLUMN), lax.axis_size(ROW)
-        devices = np.arange(rows * cols * len(routes)).reshape(rows, cols, len(routes))
-        cycles = np.concatenate([route.lay(devices[:, :, core]) for core, route in enumerate(routes)])
+        slices, rows, cols = lax.axis_size(SLICE), lax.axis_size(COLUMN), lax.axis_size(ROW)
+        devices = np.arange(slices * rows * cols * len(routes)).reshape(slices, rows, cols, len(routes))
+        cycles = np.concatenate([route.lay(devices[..., core]) for core, route in enumerate(routes)])
         return cls(tuple(map(tuple, cycles.tolist())))
 
     @property
@@ -73,8 +73,10 @@ def lay_rings(paths: Sequence[Path], cores: int) -> list[tuple[Ring, ...]]:
 
     The cores of a chip divide the paths among themselves: of four paths, four cores take one each, two cores take two
     each, a single core takes all four. What moves in one message must have one shape: if rows and columns differ in
-    length, the rows-first and the columns-first parts move in separate messages.
+    length, the rows-first and the columns-first parts move in separate messages. Of a single slice, no path leads out.
     """
+    if lax.axis_size(SLICE) == 1:
+        paths = [tuple(route for route in path if route.along != "slice") for path in paths]
     by_lengths: dict[tuple[int, ...], list[Path]] = {}
     for path in paths:
         by_lengths.setdefault(tuple(Ring.from_routes([route] * cores).size for route in path), []).append(path)
@@ -226,7 +228,7 @@ def scatter_sum(x: Num[Array, "devices n"], payload: str = "float32") -> Num[Arr
             rounded.
 
     Returns:
-        row i on the i-th device by core, column and row, in this order; padding may make it longer than n.
+        row i on the i-th device by core, column, row and slice, in this order; padding may make it longer than n.
     """
     x = jnp.pad(x, ((0, 0), (0, _compute_padding(x.size, x.shape[0]) // x.shape[0])))
     wire = jnp.bfloat16 if payload == "bfloat16" else x.dtype
@@ -237,7 +239,7 @@ def scatter_sum(x: Num[Array, "devices n"], payload: str = "float32") -> Num[Arr
 
 
 def gather_parts(part: Num[Array, " n"]) -> Num[Array, "devices n"]:
-    """Return the parts of all devices as [devices, n], by core, column and row."""
+    """Return the parts of all devices as [devices, n], by core, column, row and slice."""
     devices, size = lax.axis_size(ALL_AXES), part.size
     whole = jnp.pad(part, (0, _compute_padding(size * devices, devices) // devices))
     for ring in reversed(_make_torus_rings()):
@@ -248,5 +250,6 @@ def gather_parts(part: Num[Array, " n"]) -> Num[Array, "devices n"]:
 
 
 def _make_torus_rings() -> list[Ring]:
-    """Return the ring along rows and the ring along columns, the same for all cores."""
-    return [Ring.from_routes([route] * lax.axis_size(CORE)) for route in (FOLLOW_ROWS, FOLLOW_COLUMNS)]
+    """Return the rings along rows, along columns, and from slice to slice, the same for all cores."""
+    routes = [FOLLOW_ROWS, FOLLOW_COLUMNS, *([CROSS_SLICES] if lax.axis_size(SLICE) > 1 else [])]
+    return [Ring.from_routes([route] * lax.axis_size(CORE)) for route in routes]

@@ -1,7 +1,9 @@
 """Routes over the chips of a torus, and the paths of each ring-based gradient summation. No array library is needed.
 
 A path is what a part of the data goes through: the data is reduce-scattered along each of its routes in turn, and then
-all-gathered along the same routes in reverse (`collectives.py`). On N = R·C chips:
+all-gathered along the same routes in reverse (`collectives.py`). Where a pod has several slices, the last route of a
+path leads from slice to slice: each chip sums what it owns of its slice's sum with the chips in its place in the other
+slices, so that the slow network between them carries as little as possible. On N = R·C chips of a slice:
 
     ring     one path of one ring through all chips: 2(N-1) hops
     ring2    two paths, half of the data each: the same ring in both directions
@@ -25,30 +27,34 @@ Chips = NDArray[np.int64]  # device ids
 
 @dataclass(frozen=True)
 class Route:
-    """Disjoint cycles of equal length that cover the chips of a torus, every hop of which is one link.
+    """Disjoint cycles of equal length that cover the chips of a pod, every hop of which is one link.
 
     Attributes:
-        along: a cycle for each row, one for each column, or a single one through all chips.
+        along: in every slice a cycle for each row, one for each column, or a single one through all its chips; or a
+            cycle from slice to slice for each place in a slice.
         backwards: whether the cycles are followed in the opposite direction.
     """
 
-    along: Literal["row", "column", "all"]
+    along: Literal["row", "column", "all", "slice"]
     backwards: bool = False
 
     def lay(self, chips: Chips) -> Chips:
-        """Return the cycles through chips [rows, columns]: [cycles, chips of a cycle]."""
+        """Return the cycles through chips [slices, rows, columns]: [cycles, chips of a cycle]."""
+        slices, rows, cols = chips.shape
         match self.along:
             case "row":
-                cycles = chips
+                cycles = chips.reshape(-1, cols)
             case "column":
-                cycles = chips.T
+                cycles = chips.transpose(0, 2, 1).reshape(-1, rows)
             case "all":
-                cycles = np.array([[chips[place] for place in find_hamiltonian_cycle(*chips.shape)]])
+                cycles = np.array([[torus[place] for place in find_hamiltonian_cycle(rows, cols)] for torus in chips])
+            case "slice":
+                cycles = chips.reshape(slices, -1).T
         return cycles[:, ::-1] if self.backwards else cycles
 
-    def count_chips(self, rows: int, cols: int) -> int:
-        """Return the chips of a cycle."""
-        return {"row": cols, "column": rows, "all": rows * cols}[self.along]
+    def count_chips(self, rows: int, cols: int, slices: int = 1) -> int:
+        """Return the chips of a cycle, on slices of rows x columns."""
+        return {"row": cols, "column": rows, "all": rows * cols, "slice": slices}[self.along]
 
     def reverse(self) -> "Route":
         """Return the route that follows the same cycles in the opposite direction."""
@@ -56,28 +62,39 @@ class Route:
 
 
 Path = tuple[Route, ...]
-FOLLOW_ROWS, FOLLOW_COLUMNS, VISIT_ALL_CHIPS = Route("row"), Route("column"), Route("all")
-_ROWS_FIRST: Path = (FOLLOW_ROWS, FOLLOW_COLUMNS)
-_BOTH_WAYS = (_ROWS_FIRST, tuple(route.reverse() for route in _ROWS_FIRST))
+FOLLOW_ROWS, FOLLOW_COLUMNS, VISIT_ALL_CHIPS, CROSS_SLICES = Route("row"), Route("column"), Route("all"), Route("slice")
+
+
+def _both_ways(*routes: Route) -> tuple[Path, Path]:
+    return routes, tuple(route.reverse() for route in routes)
+
+
+_TORUS: Path = (FOLLOW_ROWS, FOLLOW_COLUMNS, CROSS_SLICES)
 PATHS: Mapping[str, tuple[Path, ...]] = MappingProxyType(
     {
-        "ring": ((VISIT_ALL_CHIPS,),),
-        "ring2": ((VISIT_ALL_CHIPS,), (VISIT_ALL_CHIPS.reverse(),)),
-        "torus": (_ROWS_FIRST,),
-        "torus4": (*_BOTH_WAYS, *(path[::-1] for path in _BOTH_WAYS)),
-        "sharded": (_ROWS_FIRST,),
+        "ring": ((VISIT_ALL_CHIPS, CROSS_SLICES),),
+        "ring2": _both_ways(VISIT_ALL_CHIPS, CROSS_SLICES),
+        "torus": (_TORUS,),
+        "torus4": (*_both_ways(*_TORUS), *_both_ways(FOLLOW_COLUMNS, FOLLOW_ROWS, CROSS_SLICES)),
+        "sharded": (_TORUS,),
     }
 )
 
 
-def count_hops(paths: Sequence[Path], rows: int, cols: int) -> int:
+def count_hops(paths: Sequence[Path], rows: int, cols: int, slices: int = 1) -> int:
     """Return the hops from chip to chip of a sum along these paths, all of which hop together.
 
-    >>> count_hops(PATHS["torus"], 32, 32), count_hops(PATHS["ring"], 32, 32)
-    (124, 2046)
+    Args:
+        paths: of a strategy.
+        rows: of a slice.
+        cols: of a slice.
+        slices: how many there are.
+
+    >>> count_hops(PATHS["torus"], 32, 32), count_hops(PATHS["ring"], 32, 32), count_hops(PATHS["torus"], 16, 16, 4)
+    (124, 2046, 66)
     """
     stages = zip(*paths, strict=True)
-    return 2 * sum(max(route.count_chips(rows, cols) for route in stage) - 1 for stage in stages)
+    return 2 * sum(max(route.count_chips(rows, cols, slices) for route in stage) - 1 for stage in stages)
 
 
 def find_hamiltonian_cycle(rows: int, cols: int) -> list[tuple[int, int]]:

@@ -27,9 +27,9 @@ from jaxtyping import Array, PyTree, Shaped
 from podscale.parallel.collectives import all_reduce, gather_parts, scatter_sum
 from podscale.parallel.routes import PATHS, count_hops
 from podscale.parallel.summation import Links, Load, Transfer, make_buckets, sum_tree
-from podscale.pod import ALL_AXES, COLUMN, CORE, ROW
+from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, SLICE
 
-OWNERS = (CORE, *ROW, *COLUMN)  # the order in which `scatter_sum` leaves parts on the devices
+OWNERS = (CORE, *ROW, *COLUMN, SLICE)  # the order in which `scatter_sum` leaves parts on the devices
 MARKER_SHAPE = (1_000_003,)  # a shape that no optimizer makes by itself
 _PATHS = PATHS["sharded"]
 _sum_whole = partial(all_reduce, _PATHS)  # of small arrays
@@ -75,8 +75,8 @@ class Sharded:
         size = (load.gradients + load.parameters) / 2
         return load.buckets * links.time_paths(_PATHS, size / load.buckets) + small_s
 
-    def count_hops(self, rows: int, cols: int) -> int:
-        return count_hops(_PATHS, rows, cols)
+    def count_hops(self, rows: int, cols: int, slices: int = 1) -> int:
+        return count_hops(_PATHS, rows, cols, slices)
 
 
 # --- inside the step -----------------------------------------------------------------------------------------------

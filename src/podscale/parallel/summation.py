@@ -125,7 +125,7 @@ class Summation(Protocol):
     def predict_s(self, links: Links, load: Load) -> float:
         """Return the seconds that one update's messages take."""
 
-    def count_hops(self, rows: int, cols: int) -> int:
+    def count_hops(self, rows: int, cols: int, slices: int = 1) -> int:
         """Return the hops from chip to chip of one sum; 0: they are the compiler's to choose."""
 
 
@@ -175,8 +175,8 @@ class Replicated:
     def _time_sum(self, links: Links, size: float) -> float:
         return links.time_paths(self.paths, size) if self.paths else links.time_compiler_sum(size)
 
-    def count_hops(self, rows: int, cols: int) -> int:
-        return count_hops(self.paths, rows, cols)
+    def count_hops(self, rows: int, cols: int, slices: int = 1) -> int:
+        return count_hops(self.paths, rows, cols, slices)
 
 
 # --- trees -------------------------------------------------------------------------------------------------------

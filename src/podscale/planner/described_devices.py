@@ -85,7 +85,8 @@ def _describe_devices(pod: Pod) -> Sequence[jax.Device]:
     name = name_topology(pod)
     if get_chip(pod.kind).is_torus:
         config = {"chip_config_name": "megacore"} if pod.kind == "v4" else {}  # its two cores are one device
-        return topologies.get_topology_desc(platform="tpu", topology_name=name, **config).devices
+        several = {"num_slices": pod.slices} if pod.slices > 1 else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **config, **several).devices
     target = _format_gpu_target(pod.kind)
     return topologies.get_topology_desc(platform="cuda", topology_name="", topology=name, target_config=target).devices
 

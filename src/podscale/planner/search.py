@@ -152,7 +152,7 @@ def _iterate_variants(recipe: Recipe, pod: Pod, counts: Counts, memory: Memory) 
 def format_shape(pod: Pod) -> str:
     """Return the pod's shape as `--pod` takes it after the kind."""
     x, y, *z = pod.dims
-    return "x".join(map(str, (y, x, *z)))
+    return "x".join(map(str, (y, x, *z))) + (f"*{pod.slices}" if pod.slices > 1 else "")
 
 
 def format_rows(forecasts: list[Forecast]) -> list[list[str]]:
@@ -174,4 +174,4 @@ def format_rows(forecasts: list[Forecast]) -> list[list[str]]:
     ]
 
 
-HEADER = ("chips", "shape", "minutes", "chip-hours", "images/s", "limited by", "recipe", "tile", "summation", "slices")
+HEADER = ("chips", "shape", "minutes", "chip-hours", "images/s", "limited by", "recipe", "tile", "summation", "parts")

@@ -83,7 +83,12 @@ def _collect_data(lines: list[Line], trained: list[Line], evaluated: list[Line],
         "colours": {part: get_colour(part) for line in trained for part in line.get("spent", ())},
         "resumes": [line["step"] for line in lines if line["event"] == "start" and line["step"]],
         "steps_per_epoch": plan["steps_per_epoch"],
-        "pod": {"rows": pod["rows"], "cols": pod["cols"], "tile": plan["tile"], "summation": plan["summation"]},
+        "pod": {
+            "rows": pod["rows"] // pod.get("slices", 1),
+            "cols": pod["cols"],
+            "tile": plan["tile"],
+            "summation": plan["summation"],
+        },
     }
 
 

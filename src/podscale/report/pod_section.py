@@ -12,8 +12,12 @@ Line = JsonObject
 def describe_pod(plan: Line) -> str:
     """Return a description of the drawing, and of the chips that normalize together."""
     shape, (h, w) = plan["pod"], plan["tile"]
-    rows, cols = shape["rows"], shape["cols"]
+    slices, rows, cols = _get_shape(plan)
     text = f"{rows} x {cols} chips as a torus: the last chip of every row and column is linked to the first (dashed)."
+    if slices > 1:
+        text = (
+            f"One of {slices} slices. {text} Between slices, each chip sums what it owns with those in its place there."
+        )
     if rows > MAX_DRAWN or cols > MAX_DRAWN:
         text += f" Drawn is an excerpt of {min(rows, MAX_DRAWN)} x {min(cols, MAX_DRAWN)}, as if it were the whole pod."
     if shape["cores"] > 1:
@@ -21,6 +25,12 @@ def describe_pod(plan: Line) -> str:
     if (h, w) == (1, 1):
         return f"{text} Batch norm: every chip normalizes its own images, in groups of {plan['span']:,}."
     return f"{text} Batch norm: tiles of {h} x {w} chips normalize {plan['span']:,} images together."
+
+
+def _get_shape(plan: Line) -> tuple[int, int, int]:
+    """Return the slices of the pod, and the rows and columns of each."""
+    slices = plan["pod"].get("slices", 1)
+    return slices, plan["pod"]["rows"] // slices, plan["pod"]["cols"]
 
 
 # By summation: the key for the page's script, the name of the phase, what happens in it and why it is fast.
@@ -83,8 +93,8 @@ XLA = (
 
 def list_phases(plan: Line) -> list[tuple[str, str, str]]:
     """Return key, name and text of each phase on a pod of this shape."""
-    R, C = plan["pod"]["rows"], plan["pod"]["cols"]
-    if R * C == 1:
+    slices, R, C = _get_shape(plan)
+    if slices * R * C == 1:
         return [("none", "One chip", "Its own gradient is the sum already; nothing travels.")]
     phases = PHASES.get(plan["summation"], (("once", "One step", XLA),))
     idle = ("rows-sum", "rows-share") if C == 1 else ("columns",) if R == 1 else ()
@@ -93,8 +103,8 @@ def list_phases(plan: Line) -> list[tuple[str, str, str]]:
 
 def describe_hops(plan: Line) -> str:
     """Return the number of hops on the whole pod, even if only an excerpt is drawn."""
-    R, C = plan["pod"]["rows"], plan["pod"]["cols"]
-    ring, count = (count_hops(PATHS.get(name, ()), R, C) for name in ("ring", plan["summation"]))
+    slices, R, C = _get_shape(plan)
+    ring, count = (count_hops(PATHS.get(name, ()), R, C, slices) for name in ("ring", plan["summation"]))
     if not count:
         return ""
     text = f"On this {R} x {C} pod that takes {count:,} hops from chip to chip"
