@@ -372,9 +372,7 @@ def _choose_micro_batches(
 
 
 def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
-    """Return the chips (rows, columns) that share a batch-norm group; None if nothing fits.
-
-    A tile lies in one slice and is as square as possible; of GPUs, in as few nodes as possible.
+    """Return the chips (rows, columns) of a slice that share a group: square, or of few GPU nodes; None if none fit.
 
     Args:
         span: images per group.
@@ -384,8 +382,6 @@ def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
     >>> choose_tile(64, 16, Pod("cpu", 4, 4)), choose_tile(64, 64, Pod("cpu", 4, 4))
     ((2, 2), (1, 1))
     >>> choose_tile(48, 32, Pod("cpu", 4, 4))
-    >>> choose_tile(64, 16, Pod("h200", 4, 8)), choose_tile(64, 16, Pod("v5e", 4, 4, slices=4))
-    ((1, 4), (1, 4))
     """
     if images % span == 0:
         return 1, 1
@@ -394,9 +390,7 @@ def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
         return None
     chips = devices // pod.cores
     tiles = [(h, chips // h) for h in list_divisors(chips) if pod.slice_rows % h == 0 and pod.cols % (chips // h) == 0]
-    if pod.is_gpu_cluster:
-        return min(tiles, default=None)
-    return min(tiles, key=lambda t: (abs(t[0] - t[1]), t[0]), default=None)
+    return min(tiles, key=lambda t: (0 if pod.is_gpu_cluster else abs(t[0] - t[1]), t[0]), default=None)
 
 
 def _check_mixing(recipe: Recipe, micro_images: int) -> None:
