@@ -224,9 +224,8 @@ class Plan:
     def to_dict(self) -> JsonObject:
         """Return the plan as plain values, for programs."""
         return {
-            "pod": {"kind": self.pod.kind, "rows": self.pod.rows, "cols": self.pod.cols, "cores": self.pod.cores}
-            | {"hosts": self.pod.hosts, "devices": self.pod.size}
-            | ({"slices": self.pod.slices} if self.pod.slices > 1 else {}),
+            "pod": {name: getattr(self.pod, name) for name in ("kind", "rows", "cols", "cores", "hosts")}
+            | {"devices": self.pod.size, **({"slices": self.pod.slices} if self.pod.slices > 1 else {})},
             "counts": {"train": self.counts.train, "val": self.counts.val, "classes": self.counts.classes},
             "images_per_device": self.images_per_device,
             "micro_batches": self.micro_batches,
