@@ -13,9 +13,10 @@ from podscale.config.registry import Registry
 ROOT = Path(__file__).parents[1] / "src"
 MUTABLE = (dict, list, set, bytearray, deque)
 # JAX has one runtime in a process, so there is one process group, which joins and leaves with it; and one start of the
-# process, whose clock runs from the first import on.
+# process, whose clock runs from the first import on. Working copies of runs in buckets are the process's own, too: each
+# is made once, found again by its folder, and removed when the process ends.
 GLOBALS = {"processes.group": {"_rank_and_size", "_introduction", "_exchanges"}, "processes.heartbeat": {"_monitor"}}
-OBJECTS = {"runs.startup": {"clock"}}
+OBJECTS = {"runs.startup": {"clock"}, "runs.bucket": {"_buckets"}}
 # Results of pure functions, kept because they are asked for often.
 CACHED = {"data.order": {"_make_aspect_tables"}, "forecast.chips": {"_load_chips"}}
 CACHED |= {"forecast.compute": {"_load_curve"}}
