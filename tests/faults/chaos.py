@@ -96,16 +96,20 @@ def disturb(training: ChaosTraining, fault: Fault) -> dict:
     last_step, began = training.find_last_step(), time.monotonic()
     sessions = training.count_sessions()
     notice_s = kind.inject(training, random.Random(fault.seed))
-    while training.process.poll() is not None and training.process.returncode != 0:
+
+    def has_gone_on() -> bool:
+        if training.count_sessions() == sessions:
+            return training.find_last_step() > last_step
+        return training.has_trained()
+
+    while True:  # what a fault ends may end only some seconds later
+        training.wait_until(has_gone_on)
+        if training.process.poll() in (None, 0):
+            break
         check_code(training, kind.codes)
         training.start()
-        training.wait_until(training.has_trained)
-    if training.count_sessions() == sessions:  # it never ended
-        training.wait_until(lambda: training.find_last_step() > last_step)
-        lost = 0
-    else:
-        training.wait_until(training.has_trained)
-        lost = max(last_step - training.find_resumed_step(), 0)
+    has_ended = training.count_sessions() > sessions
+    lost = max(last_step - training.find_resumed_step(), 0) if has_ended else 0
     return {"hit": True, "lost": lost, "notice_s": notice_s, "again_s": time.monotonic() - began}
 
 

@@ -27,6 +27,14 @@ LONG = ["--train.epochs", 300, "--plan.save_steps", 1000]
 pytestmark = pytest.mark.processes(2)
 
 
+@pytest.fixture(autouse=True)
+def _default_hangup():
+    """Let processes that tests start have the default of SIGHUP, even if this one runs under nohup."""
+    previous = signal.signal(signal.SIGHUP, lambda *_: None)  # what is handled here has its default in a new program
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 def list_steps(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal())
 
