@@ -80,7 +80,7 @@ def _import_onnx() -> Any:
         import onnx
         import onnx.numpy_helper
     except ImportError:
-        raise UserError("writing ONNX needs the package onnx: pip install 'podscale[export]'") from None
+        raise UserError("writing ONNX needs the package onnx: pip install onnx") from None
     return onnx
 
 

@@ -33,7 +33,7 @@ def _serialize_program(run: Run, trained: TrainedModel) -> bytes:
     try:
         import flatbuffers  # noqa: F401 (JAX needs it to serialize, and does not depend on it)
     except ImportError:
-        raise UserError("writing StableHLO needs the package flatbuffers: pip install 'podscale[export]'") from None
+        raise UserError("writing StableHLO needs the package flatbuffers: pip install flatbuffers") from None
     from jax import export as jax_export  # not an attribute of `jax` until it is imported
 
     predict, size = steps.make_predictor(trained.net, run.recipe), run.recipe.data.image_size

@@ -1,5 +1,6 @@
 """Lock a folder for one process."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -10,6 +11,7 @@ from podscale.errors import UserError
 from podscale.storage.files import name_file
 
 LOCK = "lock"
+HELD = (errno.EWOULDBLOCK, errno.EACCES)  # what flock reports where another process has the lock
 
 
 class FolderLock:
@@ -23,13 +25,20 @@ class FolderLock:
         """Lock the folder.
 
         Raises:
-            UserError: another training has locked it; the message names that process.
+            UserError: another training has locked it, and the message names that process; or the file system has no
+                locks.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         file = (self._folder / LOCK).open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in HELD:
+                file.close()
+                raise UserError(
+                    f"{self._folder} cannot be locked against a second training: {error.strerror}; mount its file "
+                    "system with support for flock, or choose a folder on another one with --run"
+                ) from None
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()

@@ -154,6 +154,7 @@ def test_a_full_disk_is_reported_in_one_sentence_and_complete_files_stay(many, u
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (
-        "podscale: cannot write to/train-00000.tar: File too large; then the same command continues\n"
+        "podscale: cannot write to/train-00000.tar: File too large; "
+        "fix this and give the same command again, which goes on from there\n"
     )
     assert sorted(os.listdir(tmp_path / "to")) == ["classes.txt", "prepare.json"]

@@ -107,4 +107,6 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; then the same command continues") from error
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; fix this and give the same command again, which goes on from there"
+        ) from error
