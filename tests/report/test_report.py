@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.accessibility import find_serious_violations, load_axe
 from support.browser import BINARY, Browser
 
 from podscale import plan as plans

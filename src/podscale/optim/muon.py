@@ -32,7 +32,7 @@ from podscale.optim.sgd import make_sgd
 from podscale.recipe import Optimizer
 
 Kernel: TypeAlias = Float[Array, "height width inputs outputs"]
-Stacks: TypeAlias = dict[str, Float[Array, "kernels height width inputs outputs"]]  # by shape
+Stacks: TypeAlias = dict[str, Float[Array, "_kernels _height _width _inputs _outputs"]]  # by shape
 
 
 def make_muon(

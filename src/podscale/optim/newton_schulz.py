@@ -32,8 +32,8 @@ def can_orthogonalize_jointly(shapes: list[tuple[int, ...]], precision: str) -> 
 
 
 def orthogonalize_jointly(
-    kernels: list[Float[Array, "*height_width inputs outputs"]], steps: int
-) -> list[Float[Array, "*height_width inputs outputs"]]:
+    kernels: list[Float[Array, "... _inputs _outputs"]], steps: int
+) -> list[Float[Array, "... _inputs _outputs"]]:
     """Return every kernel, as a matrix [inputs, outputs], after Newton-Schulz iterations from its Frobenius norm 1.
 
     The more steps, the closer all singular values come to 1; singular vectors stay. Kernels are rounded to bfloat16
