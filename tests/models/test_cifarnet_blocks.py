@@ -35,7 +35,9 @@ def test_max_pool_of_blocks_and_its_gradient_match_those_of_the_map():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("size", "activation"), [(10, "cubic_gelu"), (12, "default")])
+@pytest.mark.parametrize(
+    ("size", "activation"), [pytest.param(10, "cubic_gelu", marks=pytest.mark.slow), (12, "default")]
+)
 def test_stem_on_blocks_is_the_same_network_with_the_same_gradient(size, activation):
     on_maps, on_blocks = (build(size, stem, activation) for stem in ("small", "space_to_depth"))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, size, size, 3)), jnp.float32)

@@ -84,7 +84,7 @@ def test_images_on_the_devices_are_refused():
         prepare(make_recipe(**{"augment.crop": "padded"}), pods.make_pod(jax.devices(), "1x1"), Options(cache="device"))
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_run_stopped_between_sizes_resumes_to_the_same_bits(tmp_path):
     pod, quiet = pods.make_pod(jax.devices(), "1x2"), Console(quiet=True)
     recipe = make_recipe(**{"train.eval_epochs": 64 * 3 / 1437})  # evaluated and saved after steps 3 and 6

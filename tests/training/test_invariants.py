@@ -147,7 +147,7 @@ def parametrize_pods(*sampled):
 
 
 @pytest.mark.heavy
-@parametrize_pods(("2x2", 1, 1, "torus"))  # float64 has more of them
+@parametrize_pods()  # float64 has them all, and is exact
 def test_every_pod_has_the_same_loss_curve_in_float32(
     reference_float32, shape, micro_batches, steps_per_call, summation
 ):
@@ -231,7 +231,7 @@ def test_every_evaluation_example_counts_once_on_every_pod(shape):
     ("shape", "micro_batches", "steps_per_call", "summation"),
     [
         pytest.param("1x1", 4, 1, "xla", marks=pytest.mark.slow),
-        ("1x2", 1, 3, "xla"),
+        pytest.param("1x2", 1, 3, "xla", marks=pytest.mark.slow),
         ("2x2", 2, 1, "torus"),
         pytest.param("2x4", 1, 1, "sharded", marks=pytest.mark.slow),
     ],
