@@ -88,6 +88,7 @@ class Run:
         require_local(folder, "--run")
         if not str(folder).isprintable():
             raise UserError(f"the run folder's name {str(folder)!r} has characters that cannot be written down")
+        _require_working_folder(folder)
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run folder {folder} is a file; choose another with --run")
         _refuse_special_files(folder)
@@ -280,6 +281,16 @@ def _refuse_special_files(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise UserError(f"{path} is {describe_kind(path.stat().st_mode)}, not a file of a run; remove it")
+
+
+def _require_working_folder(folder: Path) -> None:
+    try:
+        folder.absolute()
+    except FileNotFoundError:
+        raise UserError(
+            f"the working folder, in which the run folder {folder} would be, no longer exists; change to another one, "
+            "or give --run an absolute path"
+        ) from None
 
 
 def _describe_change(before: Json, now: Json) -> str:
