@@ -241,7 +241,9 @@ def _add_plan(commands: Commands) -> None:
     text = "a pod that need not exist, such as v3:32x32, or v5e:16x16*4 for four slices"
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help=text)
     plan.add_argument("--no-compile", dest="compile", action="store_false", help="predict only; compile nothing")
-    plan.add_argument("--published", action="store_true", help="compare predictions with published trainings")
+    text = "compare predictions with published trainings: ten, or one half of MLPerf's"
+    parts = ("known", "first", "second")
+    plan.add_argument("--published", nargs="?", const="known", default="", choices=parts, metavar="HALF", help=text)
     plan.add_argument("--search", metavar="KIND[:CHIPS]", default="", help="find the pods that train fastest")
     plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: the budget")
     text = "plot how the recipe scales on this kind of chip"

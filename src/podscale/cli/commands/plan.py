@@ -51,13 +51,14 @@ def _show_published(arguments: argparse.Namespace) -> JsonObject:
     from podscale.report import terminal
 
     described_devices.use_cpu_backend()
-    comparisons = published.compare_runs()
+    comparisons = published.compare_runs(arguments.published)
     values = published.to_dict(comparisons)
     make_console(arguments).print(terminal.format_columns(published.HEADER, published.format_rows(comparisons)))
+    note = "* further checks, not counted; no constant comes from any row"
+    if arguments.published != "known":
+        note = f"{len(comparisons)} rows"
     make_console(arguments).print(
-        f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} "
-        "(* further checks, not counted; no constant comes from any row)",
-        highlight=False,
+        f"median error {values['median_error']:.1%}, largest {values['largest_error']:.1%} ({note})", highlight=False
     )
     return values
 
