@@ -163,6 +163,10 @@ def test_the_forecast_is_compared_with_published_trainings(tmp_path):
     output = run_podscale(tmp_path, "plan", "--published").stdout
     assert "76.97 s" in output
     assert "median error" in output
+    half = run_json(tmp_path, "plan", "--published", "first", "--json")
+    assert {"0.7/Google/tpu-v3-8192-JAX", "1.1/NVIDIA/dgxa100_n540_ngc21.09_mxnet"} <= {
+        run["name"] for run in half["runs"]
+    }
 
 
 @pytest.mark.heavy
