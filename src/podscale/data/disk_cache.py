@@ -90,7 +90,7 @@ class DiskCache:
         return int((self._pack >= 0).sum())
 
     def reserve(self, sample: int, size: int) -> bool:
-        """Return whether a sample shall be written, by a call of `write`; not if too many bytes wait for that."""
+        """Return whether to write a sample by calling `write`; False while too many bytes wait to be written."""
         with self._lock:
             if self._is_full or self._pack[sample] >= 0 or self._queued_bytes + size > MAX_QUEUED_BYTES:
                 return False

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,7 @@ from podscale.data.index.table import Strings, Table
 from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import StorageError, UserError
 from podscale.storage.files import open_descriptor, open_regular
+from podscale.storage.window import Window
 
 THREADS = 16  # they mostly wait for the disk
 IMAGES_PER_TASK = 256
@@ -140,7 +140,7 @@ class Files:
         name = self.name(sample)
         if self.packed:
             (descriptor,), offsets, lengths = self.locate_bytes(np.array([sample]))
-            window = _Window(int(descriptor), int(offsets[0]), int(lengths[0]))
+            window = Window(lambda at, count: os.pread(int(descriptor), count, at), int(offsets[0]), int(lengths[0]))
             header = decode.read_header(io.BufferedReader(window, 4096), name, self.max_image_bytes)
             return (header.width, header.height), int(lengths[0])
         try:
@@ -191,34 +191,6 @@ class Files:
     def _make_truncation_error(self, sample: int) -> UserError:
         path = self._join_root(int(self.table.files[sample]))
         return UserError(f"{path} is shorter than when it was indexed; write it whole and start again")
-
-
-class _Window(io.RawIOBase):
-    """A byte range of an open file, presented as a file."""
-
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        super().__init__()
-        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if origin + offset < 0:
-            raise ValueError("a position before the start")
-        self._position = origin + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(min(len(buffer), self._length - self._position), 0)
-        data = os.pread(self._descriptor, count, self._offset + self._position)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
 
 
 def open_loose_files(paths: Sequence[str], max_image_bytes: int = MAX_IMAGE_BYTES) -> Files:

@@ -8,7 +8,6 @@ against the file before it is used to read anything, and every loop advances by 
 import hashlib
 import io
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from podscale.data.index.containers.entries import (
 from podscale.data.index.containers.sources import BucketContainer, open_source
 from podscale.data.index.table import SPLITS, Strings
 from podscale.errors import StorageError, UserError
+from podscale.storage.window import Window
 
 MAX_CLASSES = 2**20
 MAX_CLASS_LIST_BYTES = 2**28
@@ -148,7 +148,7 @@ class Reader:
         Raises:
             UserError: it cannot be read; the message contains `name`.
         """
-        file = io.BufferedReader(ReaderWindow(self, offset, length), WINDOW_BYTES)
+        file = io.BufferedReader(Window(self.read_range, offset, length), WINDOW_BYTES)
         return decode.read_header(file, name, self._source.measures)
 
     @property
@@ -170,33 +170,6 @@ class Reader:
     def make_damage_error(self, at: int, why: str) -> UserError:
         """Return the error for a file that is not of the kind that it should be."""
         return UserError(f"cannot read {self.path}: {why} (at byte {at}); copy or write it again")
-
-
-class ReaderWindow(io.RawIOBase):
-    """A byte range of a reader, presented as a file."""
-
-    def __init__(self, reader: Reader, offset: int, length: int) -> None:
-        super().__init__()
-        self._reader, self._offset, self._length, self._position = reader, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if origin + offset < 0:
-            raise ValueError("a position before the start")
-        self._position = origin + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(min(len(buffer), self._length - self._position), 0)
-        buffer[:count] = self._reader.read_range(self._offset + self._position, count)
-        self._position += count
-        return count
 
 
 # --- finding shards ------------------------------------------------------------------------------------------------
