@@ -15,7 +15,10 @@ MUTABLE = (dict, list, set, bytearray, deque)
 # JAX has one runtime in a process, so there is one process group, which joins and leaves with it; and one start of the
 # process, whose clock runs from the first import on. Working copies of runs in buckets are the process's own, too: each
 # is made once, found again by its folder, and removed when the process ends.
-GLOBALS = {"processes.group": {"_rank_and_size", "_introduction", "_exchanges"}, "processes.heartbeat": {"_monitor"}}
+GLOBALS = {
+    "processes.group": {"_rank_and_size", "_store", "_monitor", "_introduction", "_exchanges"},
+    "processes.heartbeat": {"_heartbeat"},
+}
 OBJECTS = {"runs.startup": {"clock"}, "runs.bucket": {"_buckets"}}
 # Results of pure functions, kept because they are asked for often.
 CACHED = {"data.order": {"_make_aspect_tables"}, "forecast.chips": {"_load_chips"}}

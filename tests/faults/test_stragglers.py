@@ -20,7 +20,7 @@ from support.processes import (
     wait_for_step,
 )
 
-from podscale.processes.stragglers import Pace, StragglerMonitor, find_stragglers
+from podscale.processes.stragglers import Pace, StragglerCheck, find_stragglers
 
 
 def make_paces(*changed, processes=4):
@@ -71,7 +71,7 @@ def test_devices_are_compared_only_if_all_were_timed():
 
 
 def test_a_straggler_is_reported_once_when_two_more_comparisons_confirm_it():
-    stragglers, slow = StragglerMonitor(), find_stragglers(make_paces(Pace(2, "host2", 0.3, 0.21, 0.02, 0.005)))
+    stragglers, slow = StragglerCheck(), find_stragglers(make_paces(Pace(2, "host2", 0.3, 0.21, 0.02, 0.005)))
     counts = []
     for comparison in (slow, slow, [], slow, slow, slow, slow, [], slow, slow, slow):
         stragglers._note(comparison)
@@ -81,12 +81,12 @@ def test_a_straggler_is_reported_once_when_two_more_comparisons_confirm_it():
 
 def name_stragglers(calls):
     """Return the numbers of those that are named among processes whose calls took (call, input, stalled, probe) s."""
-    monitors, named = [StragglerMonitor() for _ in calls], []
+    checks, named = [StragglerCheck() for _ in calls], []
     for row in zip(*calls, strict=True):
-        paces = [monitor.add_call(*call) for monitor, call in zip(monitors, row, strict=True)]
+        paces = [check.add_call(*call) for check, call in zip(checks, row, strict=True)]
         if all(paces):
-            monitors[0]._note(find_stragglers([pace._replace(process=n) for n, pace in enumerate(paces)]))
-            named += [straggler.process for straggler in monitors[0].pop_new()]
+            checks[0]._note(find_stragglers([pace._replace(process=n) for n, pace in enumerate(paces)]))
+            named += [straggler.process for straggler in checks[0].pop_new()]
     return named
 
 

@@ -14,6 +14,8 @@ PROGRAM = """
 import json, sys, threading, time
 from jax._src.lib import _jax
 from podscale.processes import heartbeat
+from podscale.processes.monitor import Monitor
+from podscale.processes.store import Store
 
 address = sys.argv[1]
 service = _jax.get_distributed_runtime_service(address, 3)
@@ -23,11 +25,14 @@ threads = [threading.Thread(target=store.connect) for store in stores]
 
 exits = {}
 
-class RecordingMonitor(heartbeat.PeerMonitor):
+class RecordingHeartbeat(heartbeat.Heartbeat):
     def _exit(self, group_exit):
         exits.setdefault(self._process, group_exit)
 
-zero, one, two = (RecordingMonitor(store, number, 3, heartbeat_s=5.0) for number, store in enumerate(stores))
+stores = [Store(store) for store in stores]
+beats = zero, one, two = [RecordingHeartbeat(store, number, 3, heartbeat_s=5.0) for number, store in enumerate(stores)]
+monitors = [Monitor(store) for store in stores]
+[monitor.add(beat) for monitor, beat in zip(monitors, beats)]
 
 def wait_until(is_ready, limit_s=30):
     deadline = time.monotonic() + limit_s
@@ -36,9 +41,9 @@ def wait_until(is_ready, limit_s=30):
 
 results, passed = {}, []
 
-def wait_for_peers(monitor, after_s):
+def wait_for_peers(beat, after_s):
     time.sleep(after_s)
-    monitor.wait_for_peers()
+    beat.wait_for_peers()
     passed.append(time.monotonic() - start)
 
 start = time.monotonic()
@@ -47,11 +52,12 @@ threads = [threading.Thread(target=wait_for_peers, args=case) for case in ((zero
 results["all wait for the last"] = len(passed) == 3 and min(passed) >= 1.5
 time.sleep(2)
 results["no exit while all are alive"] = zero.read_exit() is None
-two.stop()
+monitors[2].stop()
+two.leave()
 one.report_trouble('the sum failed')
 time.sleep(6)  # longer than the limit for a process that is gone
 results["a process that has left is not missed"] = zero.read_exit() is None and not exits
-one._stopped.set()  # silent, as a dead process is
+monitors[1].stop()  # silent, as a dead process is
 wait_until(lambda: len(exits) == 1)
 results["reason"] = exits[0].reason if 0 in exits else ""
 results["code"] = exits[0].code if 0 in exits else 0

@@ -6,37 +6,21 @@ import threading
 
 import numpy as np
 import pytest
+from support.key_values import LocalClient
 from support.processes import PROGRAM, find_free_port, make_environment, wait_for_exit
 
 from podscale.errors import UserError
 from podscale.processes.introduction import SECRET, Introduction, make_token
-
-
-class Store:
-    """JAX's key-value store, as far as introductions use it."""
-
-    def __init__(self):
-        self.values, self._changed = {}, threading.Condition()
-
-    def key_value_set(self, key, value):
-        with self._changed:
-            assert key not in self.values
-            self.values[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        with self._changed:
-            assert self._changed.wait_for(lambda: key in self.values, timeout=30)
-            return self.values[key]
+from podscale.processes.store import Store
 
 
 def introduce(*calls):
     """Let each process make its calls; return what each was refused with."""
-    store, problems = Store(), [None] * len(calls)
+    client, problems = LocalClient(), [None] * len(calls)
 
     def run(number):
         try:
-            calls[number](Introduction(store, number, len(calls)))
+            calls[number](Introduction(Store(client), number, len(calls)))
         except UserError as error:
             problems[number] = str(error)
 
@@ -45,14 +29,14 @@ def introduce(*calls):
         thread.start()
     for thread in threads:
         thread.join()
-    return problems, store
+    return problems, client
 
 
 @pytest.mark.parametrize("secret", ["", "of this job"])
 def test_processes_with_the_same_secret_or_none_are_accepted(secret):
-    problems, store = introduce(*[lambda it: it.show_token(secret)] * 3)
+    problems, client = introduce(*[lambda it: it.show_token(secret)] * 3)
     assert problems == [None] * 3
-    assert secret == "" or not any(secret in value for value in store.values.values())
+    assert secret == "" or not any(secret in value for value in client.values.values())
 
 
 @pytest.mark.parametrize("stranger", [0, 1, 2])

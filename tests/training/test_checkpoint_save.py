@@ -5,7 +5,6 @@ The processes are threads here, with a key-value store of the same behaviour as 
 
 import errno
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -13,40 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.key_values import LocalClient
 
 from podscale.parallel import checksum
 from podscale.processes import exchange as exchanges
 from podscale.processes.exchange import Exchange
-from podscale.processes.heartbeat import CollectiveFailedError, KeyMissingError
+from podscale.processes.heartbeat import CollectiveFailedError
+from podscale.processes.store import Store, StoreError
 from podscale.training import checkpoint_save as saving
 from podscale.training.checkpoint import Checkpoints
 from podscale.training.checkpoint_folder import Attempt, CheckpointFolder
 
 FULL = os.strerror(errno.ENOSPC)
-
-
-class KeyValueStore:
-    """JAX's store within one process."""
-
-    def __init__(self):
-        self.values, self._changed = {}, threading.Condition()
-
-    def key_value_set(self, key, value):
-        with self._changed:
-            if key in self.values:
-                raise KeyMissingError(f"ALREADY_EXISTS: {key}")
-            self.values[key] = value
-            self._changed.notify_all()
-
-    def blocking_key_value_get(self, key, timeout_ms):
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
-                raise KeyMissingError(f"DEADLINE_EXCEEDED: {key}")
-            return self.values[key]
-
-    def key_value_delete(self, prefix):
-        with self._changed:
-            self.values = {key: value for key, value in self.values.items() if not key.startswith(prefix)}
 
 
 class FailingFolder(CheckpointFolder):
@@ -83,9 +60,9 @@ def folder(tmp_path):
 
 def start_saves(stores, state, step=5, keys=None, absent=(), previous=None):
     """Start to save in as many processes as there are stores; `absent` ones do not take part."""
-    keys, processes, saves = keys or KeyValueStore(), len(stores), {}
+    keys, processes, saves = keys or LocalClient(), len(stores), {}
     for process, store in enumerate(stores):
-        exchange = Exchange(keys, process, processes, step)
+        exchange = Exchange(Store(keys), process, processes, step)
         contents = saving.describe_contents(step, state, 0.5, None, processes)
         pieces = saving.copy_to_host(contents, state, process)
         if process not in absent:
@@ -172,11 +149,11 @@ def test_without_the_main_process_the_others_do_not_wait_for_ever(folder, state,
 
 
 def test_a_store_that_is_gone_is_a_failure_of_the_group(folder, state, monkeypatch):
-    keys = KeyValueStore()
+    keys = LocalClient()
     monkeypatch.setattr(exchanges, "SLICE_S", 0.05)
 
     def fail(key, timeout_ms):
-        raise KeyMissingError("UNAVAILABLE: failed to connect to all addresses")
+        raise StoreError("UNAVAILABLE: failed to connect to all addresses")
 
     keys.blocking_key_value_get = fail
     for save in start_saves([CheckpointFolder(folder)] * 2, state, keys=keys).values():
@@ -196,7 +173,7 @@ def test_a_folder_that_the_main_process_does_not_share_is_reported(tmp_path, sta
 
 
 def test_messages_do_not_pile_up(folder, state):
-    keys, saves = KeyValueStore(), None
+    keys, saves = LocalClient(), None
     for step in range(1, 6):
         saves = start_saves([CheckpointFolder(folder)] * 2, state, step, keys, previous=saves)
     assert finish(saves) == ["", ""]

@@ -5,26 +5,25 @@ is bounded. A process that dies meanwhile is found by its missing signs of life 
 """
 
 import time
-from typing import Any
 
-from podscale.processes.heartbeat import CollectiveFailedError, KeyMissingError
+from podscale.processes.heartbeat import CollectiveFailedError
+from podscale.processes.store import Store, StoreError
 
 PREFIX = "podscale/exchange"
 SLICE_S = 5.0  # of a wait, after which it is looked at again
-NO_ANSWER = ("DEADLINE_EXCEEDED", "NOT_FOUND")  # how the store says that there is no such key yet
 
 
 class Exchange:
     """One exchange of messages: a report from each process to the main process, and one decision for all.
 
     Args:
-        store: JAX's key-value store; None where there is one process.
+        store: what the processes share; None where there is one process.
         process: this process's number.
         processes: how many there are.
         number: of the exchange, the same in all processes.
     """
 
-    def __init__(self, store: Any, process: int, processes: int, number: int) -> None:
+    def __init__(self, store: Store | None, process: int, processes: int, number: int) -> None:
         self._store, self._key = store, f"{PREFIX}/{number}"
         self.process, self.processes = process, processes
         self._decision = ""
@@ -64,23 +63,26 @@ class Exchange:
         """Remove the messages; the main process calls this once all have read them."""
         if self._store is not None and self.process == 0:
             try:
-                self._store.key_value_delete(f"{self._key}/")
-            except KeyMissingError:
+                self._store.delete(self._key)
+            except StoreError:
                 return  # the store goes away with the processes
 
     def _set(self, key: str, message: str) -> None:
         if self._store is None:
             return
         try:
-            self._store.key_value_set(key, message)
-        except KeyMissingError as error:
+            self._store.set_new(key, message)
+        except StoreError as error:
             raise CollectiveFailedError(str(error)) from error
 
     def _get(self, key: str, deadline: float) -> str | None:
+        if self._store is None:
+            return None
         while (left_s := deadline - time.monotonic()) > 0:
             try:
-                return str(self._store.blocking_key_value_get(key, max(1, round(1000 * min(left_s, SLICE_S)))))
-            except KeyMissingError as error:
-                if not str(error).startswith(NO_ANSWER):
-                    raise CollectiveFailedError(str(error)) from error
+                message = self._store.await_value(key, min(left_s, SLICE_S))
+            except StoreError as error:
+                raise CollectiveFailedError(str(error)) from error
+            if message is not None:
+                return message
         return None

@@ -1,10 +1,11 @@
 """The process group: join and leave it, agree on values, and let the main process act for all."""
 
+import atexit
 import errno
 import socket
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -16,9 +17,13 @@ from podscale.errors import UserError, describe_os_error
 from podscale.processes import heartbeat, private_jax, schedulers
 from podscale.processes.exchange import Exchange
 from podscale.processes.introduction import Introduction, list_versions, read_secret
+from podscale.processes.monitor import Monitor
+from podscale.processes.store import Store
 
 MESSAGE_BYTES = 1000
 _rank_and_size = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
+_store: Store | None = None
+_monitor: Monitor | None = None
 _introduction: Introduction | None = None
 _exchanges = 0  # how many exchanges have been opened: all processes open the same ones in the same order
 
@@ -36,7 +41,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
         UserError: the arguments make no sense, the others cannot be joined, one of them is a stranger, or they run
             other versions.
     """
-    global _rank_and_size, _introduction  # noqa: PLW0603
+    global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
     info: schedulers.ProcessInfo | None
     if coordinator:
         info = schedulers.make_process_info(coordinator, processes, process)
@@ -66,17 +71,40 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
             f"{info.describe()}, cannot join the others at {info.coordinator}: {_get_first_line(error)}"
         ) from None
     _rank_and_size = (info.process, info.processes)
-    store = get_key_value_store()
-    if store is not None:
-        heartbeat.start_monitor(store, info.process, info.processes, heartbeat_s)
-        _introduction = Introduction(store, info.process, info.processes)
-        _introduction.show_token(read_secret())
-        _introduction.check_same(list_versions(), "install the same versions on all hosts")
+    _store = Store(get_key_value_store())
+    _monitor = Monitor(_store)
+    heartbeat.start(_monitor, _store, info.process, info.processes, heartbeat_s)
+    atexit.register(_stop_monitor)  # before JAX's own handler, so that nobody uses a store that is closed
+    _introduction = Introduction(_store, info.process, info.processes)
+    _introduction.show_token(read_secret())
+    _introduction.check_same(list_versions(), "install the same versions on all hosts")
 
 
 def get_key_value_store() -> Any:
     """Return JAX's store of keys and values, which all processes share; None where there is only one process."""
     return private_jax.get_client()
+
+
+@contextmanager
+def open_monitor() -> Iterator[Monitor]:
+    """Yield the monitor of this process, which goes on after the block; a process that is alone gets one inside it."""
+    if _monitor:
+        yield _monitor
+        return
+    monitor = Monitor()
+    try:
+        yield monitor
+    finally:
+        monitor.stop()
+
+
+def _stop_monitor() -> None:
+    """Leave the other processes, if there are any; they do not count this one as dead."""
+    global _monitor  # noqa: PLW0603
+    if _monitor:
+        _monitor.stop()
+        _monitor = None
+        heartbeat.leave()
 
 
 def _check_port_free(address: str) -> None:
@@ -111,7 +139,7 @@ def get_rank_and_size() -> tuple[int, int]:
 def leave() -> None:
     """Leave the group once all processes are here: a process that left alone would look dead to the others."""
     if jax.process_count() > 1:
-        heartbeat.stop_monitor()
+        _stop_monitor()
         jax.distributed.shutdown()
 
 
@@ -147,7 +175,7 @@ def open_exchange() -> Exchange:
     """Return a channel on which processes report to the main process and get its decision; all must call this."""
     global _exchanges  # noqa: PLW0603
     _exchanges += 1
-    return Exchange(get_key_value_store(), *_rank_and_size, _exchanges)
+    return Exchange(_store, *_rank_and_size, _exchanges)
 
 
 def broadcast_int(number: int) -> int:

@@ -7,21 +7,21 @@ process that must end writes the reason and the exit code; all processes read th
 code.
 """
 
-import atexit
 import json
 import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from podscale.errors import UserError
+from podscale.processes.monitor import Monitor
+from podscale.processes.store import Store, StoreError
 
 PEER_LOST = 69  # what sysexits.h calls unavailable: another process is gone; the run resumes from its last checkpoint
 INTERRUPTED = 130
@@ -39,7 +39,6 @@ BARRIER_TIMEOUT_S = 3600.0  # for which a process waits for the others to reach 
 MAX_REASON_CHARS = 300  # of an error's text that the other processes get
 LEFT = "left"
 STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED|INTERNAL|FAILED_PRECONDITION): ")
-KeyMissingError = jax.errors.JaxRuntimeError  # a key is missing, or the process that keeps the keys is
 
 
 class CollectiveFailedError(Exception):
@@ -53,38 +52,44 @@ class GroupExit(NamedTuple):
     reason: str
 
 
-class PeerMonitor:
-    """Publishes this process's signs of life and, in the main process, checks those of all others."""
+class Heartbeat:
+    """Publishes this process's signs of life and, in the main process, checks those of all others.
 
-    def __init__(self, store: Any, process: int, processes: int, heartbeat_s: float) -> None:
+    Args:
+        store: what the processes share.
+        process: this process's number.
+        processes: how many there are.
+        heartbeat_s: seconds without a sign of life after which a process counts as dead.
+    """
+
+    def __init__(self, store: Store, process: int, processes: int, heartbeat_s: float) -> None:
         self._store, self._process, self._heartbeat_s = store, process, heartbeat_s
         self._barriers = 0
         self.beat_s = min(BEAT_S, heartbeat_s / 10)
         self._suspect_s = max(SUSPECT_BEATS * self.beat_s, SUSPECT_SHARE * heartbeat_s)
         self._last_signs = {number: ("", time.monotonic()) for number in range(processes)}
-        self._stopped, self._is_ending, self._silent_beats = threading.Event(), False, 0
-        self._thread = threading.Thread(target=self._run, name="podscale-peers", daemon=True)
-        self._thread.start()
-        if process:
-            threading.Thread(target=self._watch_main_process, name="podscale-main-peer", daemon=True).start()
+        self._beats = self._silent_beats = 0
+        self._next_beat = time.monotonic()
+        self._group_exit: GroupExit | None = None
+        self._is_ending = False
+
+    # --- called by the process itself ---
 
     def read_exit(self) -> GroupExit | None:
         """Return why all processes must end; None while none has asked for it."""
-        try:
-            return GroupExit(*json.loads(self._store.key_value_try_get(END)))
-        except KeyMissingError:
-            return None
+        text = self._store.get(END)
+        return GroupExit(*json.loads(text)) if text is not None else None
 
     def request_exit(self, code: int, reason: str) -> GroupExit:
         """Make all processes end, and return why: the first request counts."""
-        with suppress(KeyMissingError):
-            self._store.key_value_set(END, json.dumps((code, reason)))
+        with suppress(StoreError):
+            self._store.set_new(END, json.dumps((code, reason)))
         return self.read_exit() or GroupExit(code, reason)
 
     def report_trouble(self, reason: str) -> None:
         """Report that a collective failed: a process may be gone, and the main process checks with a shorter limit."""
-        with suppress(KeyMissingError):
-            self._store.key_value_set(f"{TROUBLE}/{self._process}", reason, allow_overwrite=True)
+        with suppress(StoreError):
+            self._store.set(f"{TROUBLE}/{self._process}", reason)
 
     def await_exit(self, reason: str) -> GroupExit | None:
         """Report trouble and return why all end; None if the main process finds nobody missing."""
@@ -99,7 +104,7 @@ class PeerMonitor:
     def wait_for_peers(self) -> None:
         """Wait until all processes have called this, each for the same time in the same order."""
         self._barriers += 1
-        self._store.wait_at_barrier(f"podscale/meeting/{self._barriers}", round(1000 * BARRIER_TIMEOUT_S))
+        self._store.wait_at_barrier(f"podscale/meeting/{self._barriers}", BARRIER_TIMEOUT_S)
 
     def linger(self) -> None:
         """Wait before an exit that is not a success, so that the others can still read the main process's store."""
@@ -107,52 +112,54 @@ class PeerMonitor:
         if self._process == 0:
             time.sleep(LINGER_BEATS * self.beat_s)
 
-    def stop(self) -> None:
-        """Stop publishing, and tell the main process to expect no more signs of life from here."""
-        self._stopped.set()
-        self._thread.join()
-        with suppress(KeyMissingError):
-            self._store.key_value_set(f"{ALIVE}/{self._process}", LEFT, allow_overwrite=True)
+    def leave(self) -> None:
+        """Tell the main process to expect no more signs of life from here; no monitor may poll this any more."""
+        with suppress(StoreError):
+            self._store.set(f"{ALIVE}/{self._process}", LEFT)
 
-    # --- in the thread ---
+    # --- called by the monitor ---
 
-    def _run(self) -> None:
-        number = 0
-        while True:
-            with suppress(KeyMissingError):  # no answer: JAX's runtime ends this process if that lasts
-                sign = f"{number} {socket.gethostname()}"
-                self._store.key_value_set(f"{ALIVE}/{self._process}", sign, allow_overwrite=True)
-                if self._process == 0:
-                    self._check_peers()
-                group_exit = self.read_exit()
-                self._silent_beats = 0
-                if group_exit and not self._is_ending:
-                    self._exit(group_exit)
-            number += 1
-            if self._stopped.wait(self.beat_s):
-                return
-
-    def _watch_main_process(self) -> None:
-        """End this process if the main one, which keeps the store, does not answer; asking it waits without a limit.
+    def poll(self, now: float) -> bool:
+        """End this process if all must end, or if the main one, which keeps the store, does not answer.
 
         Beats are counted, not seconds, so that a process that was itself stopped for a while does not blame another.
         """
-        while not self._stopped.wait(self.beat_s):
-            self._silent_beats += 1
-            if self._silent_beats * self.beat_s > self._heartbeat_s and not self._is_ending:
-                seconds = f"{self._heartbeat_s:.0f} s"
-                reason = f"process 0, through which all find each other, has not answered for {seconds}"
-                self._exit(GroupExit(PEER_LOST, reason))
+        if self._is_ending:
+            return self._is_next_beat(now)
+        if self._group_exit:
+            self._exit(self._group_exit)
+        if not self._is_next_beat(now):
+            return False
+        self._silent_beats += 1
+        if self._process and self._silent_beats * self.beat_s > self._heartbeat_s:
+            seconds = f"{self._heartbeat_s:.0f} s"
+            reason = f"process 0, through which all find each other, has not answered for {seconds}"
+            self._exit(GroupExit(PEER_LOST, reason))
+        return True
+
+    def exchange(self, store: Store) -> None:
+        """Publish a sign of life and read whether all must end; the main process checks the others' signs."""
+        store.set(f"{ALIVE}/{self._process}", f"{self._beats} {socket.gethostname()}")
+        self._beats += 1
+        if self._process == 0:
+            self._check_peers()
+        self._group_exit = self.read_exit()
+        self._silent_beats = 0
+
+    def _is_next_beat(self, now: float) -> bool:
+        if now < self._next_beat:
+            return False
+        self._next_beat = now + self.beat_s
+        return True
 
     def _check_peers(self) -> None:
         now = time.monotonic()
-        for key, sign in self._store.key_value_dir_get(ALIVE):
-            number = int(key.rpartition("/")[2])
+        for number, sign in self._store.list_by_process(ALIVE).items():
             if sign == LEFT or sign != self._last_signs[number][0]:
                 self._last_signs[number] = (sign, now)
         limit, trouble = LOST_SHARE * self._heartbeat_s, ""
-        for key, reason in self._store.key_value_dir_get(TROUBLE):
-            limit, trouble = min(limit, self._suspect_s), f" (process {key.rpartition('/')[2]}: {reason})"
+        for number, reason in self._store.list_by_process(TROUBLE).items():
+            limit, trouble = min(limit, self._suspect_s), f" (process {number}: {reason})"
         gone = {number: sign for number, (sign, at) in self._last_signs.items() if now - at > limit}
         if gone:
             names = " and ".join(f"process {number} on {sign.partition(' ')[2]}" for number, sign in gone.items())
@@ -172,29 +179,30 @@ def print_exit(group_exit: GroupExit) -> None:
     print(f"podscale: {group_exit.reason}{hint}", file=sys.stderr, flush=True)
 
 
-_monitor: PeerMonitor | None = None
+_heartbeat: Heartbeat | None = None  # of the group that this process has joined
 
 
-def start_monitor(store: Any, process: int, processes: int, heartbeat_s: float) -> None:
-    """Start to monitor the processes that this one has just joined.
+def start(monitor: Monitor, store: Store, process: int, processes: int, heartbeat_s: float) -> None:
+    """Start the heartbeat of a process that has just joined the others.
 
     Args:
-        store: JAX's key-value store, which all processes share.
+        monitor: polls it.
+        store: what the processes share.
         process: this process's number.
         processes: how many there are.
         heartbeat_s: seconds without a sign of life after which a process counts as dead.
     """
-    global _monitor  # noqa: PLW0603  # as there is one JAX runtime in a process
-    _monitor = PeerMonitor(store, process, processes, heartbeat_s)
-    atexit.register(stop_monitor)  # before JAX's own handler, so that nobody uses a store that is closed
+    global _heartbeat  # noqa: PLW0603  # as there is one JAX runtime in a process
+    _heartbeat = Heartbeat(store, process, processes, heartbeat_s)
+    monitor.add(_heartbeat)
 
 
-def stop_monitor() -> None:
-    """Leave the other processes, if there are any; they do not count this one as dead."""
-    global _monitor  # noqa: PLW0603
-    if _monitor:
-        _monitor.stop()
-        _monitor = None
+def leave() -> None:
+    """Leave the other processes, if there are any; they do not count this one as dead. Its monitor must have ended."""
+    global _heartbeat  # noqa: PLW0603
+    if _heartbeat:
+        _heartbeat.leave()
+        _heartbeat = None
 
 
 def wait_for_peers() -> None:
@@ -203,8 +211,8 @@ def wait_for_peers() -> None:
     To be called before a collective that some processes may reach much later than others: between CPUs, a process that
     has waited half a minute for another one's message gives up.
     """
-    if _monitor:
-        _monitor.wait_for_peers()
+    if _heartbeat:
+        _heartbeat.wait_for_peers()
 
 
 @contextmanager
@@ -219,18 +227,18 @@ def fail_together(*shared: type[BaseException]) -> Iterator[None]:
     except shared:
         raise
     except BaseException as error:
-        if _monitor:
-            _report_failure(_monitor, error)
+        if _heartbeat:
+            _report_failure(_heartbeat, error)
         raise
 
 
-def _report_failure(monitor: PeerMonitor, error: BaseException) -> None:
+def _report_failure(heartbeat: Heartbeat, error: BaseException) -> None:
     if _is_collective_failure(error):
-        monitor.report_trouble(_get_first_line(error))
+        heartbeat.report_trouble(_get_first_line(error))
     elif isinstance(error, KeyboardInterrupt):
-        monitor.request_exit(INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}")
+        heartbeat.request_exit(INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}")
     else:
-        monitor.request_exit(*_make_exit(error))
+        heartbeat.request_exit(*_make_exit(error))
 
 
 def _is_collective_failure(error: BaseException) -> bool:
@@ -256,20 +264,20 @@ def _get_first_line(error: BaseException) -> str:
 
 def agree_on_exit(error: BaseException) -> GroupExit | None:
     """Return how all processes end after an error that is not the user's; None: by this error itself, or alone."""
-    if not _monitor:
+    if not _heartbeat:
         return None
-    group_exit = _monitor.await_exit(_get_first_line(error)) if _is_collective_failure(error) else None
+    group_exit = _heartbeat.await_exit(_get_first_line(error)) if _is_collective_failure(error) else None
     if group_exit is None:
         from_error = _make_exit(error)
-        group_exit = _monitor.request_exit(*from_error)
+        group_exit = _heartbeat.request_exit(*from_error)
         group_exit = None if group_exit == from_error else group_exit
     return group_exit
 
 
 def announce_exit(code: int, reason: str) -> int:
     """Return the exit code that all processes end with; the last call of a process that does not succeed."""
-    if not _monitor:
+    if not _heartbeat:
         return code
-    code = _monitor.request_exit(code, reason).code
-    _monitor.linger()
+    code = _heartbeat.request_exit(code, reason).code
+    _heartbeat.linger()
     return code

@@ -18,14 +18,15 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any
 
 from podscale.errors import UserError
+from podscale.processes.heartbeat import CollectiveFailedError
+from podscale.processes.store import Store
 
 SECRET = "PODSCALE_JOB_SECRET"  # set by `launch` and by the examples for schedulers
 OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"  # a random key of the job, up to 4.x
 CHALLENGE, VALUES, VERDICT = "podscale/challenge", "podscale/values", "podscale/verdict"  # keys of the store
-TIMEOUT_MS = 300_000  # in which all processes must have come this far; JAX's runtime notices sooner that one is dead
+TIMEOUT_S = 300.0  # in which all processes must have come this far; JAX's runtime notices sooner that one is dead
 PACKAGES = ("podscale", "jax", "jaxlib")
 
 
@@ -61,12 +62,12 @@ class Introduction:
     """What processes show each other through JAX's key-value store; all make the same calls in the same order.
 
     Args:
-        store: JAX's key-value store, which all processes share.
+        store: what the processes share.
         process: this process's number.
         processes: how many there are.
     """
 
-    def __init__(self, store: Any, process: int, processes: int) -> None:
+    def __init__(self, store: Store, process: int, processes: int) -> None:
         self._store, self._process, self._processes, self._rounds = store, process, processes, 0
 
     def show_token(self, secret: str) -> None:
@@ -76,8 +77,8 @@ class Introduction:
             UserError: in all processes; one has not shown the token of this job.
         """
         if self._process == 0:
-            self._store.key_value_set(CHALLENGE, secrets.token_hex(32))
-        challenge = self._store.blocking_key_value_get(CHALLENGE, TIMEOUT_MS)
+            self._store.set_new(CHALLENGE, secrets.token_hex(32))
+        challenge = self._read(CHALLENGE)
         tokens = [make_token(secret, challenge, number, self._processes) for number in range(self._processes)]
 
         def find_stranger(values: list[dict[str, str]]) -> str:
@@ -121,11 +122,17 @@ class Introduction:
         """Publish this process's values, let the main process look for a problem, and return the main's values."""
         self._rounds += 1
         key, verdict = f"{VALUES}/{self._rounds}", f"{VERDICT}/{self._rounds}"
-        self._store.key_value_set(f"{key}/{self._process}", json.dumps(values | {"host": socket.gethostname()}))
+        self._store.set_new(f"{key}/{self._process}", json.dumps(values | {"host": socket.gethostname()}))
         numbers = range(self._processes if self._process == 0 else 1)
-        published = [json.loads(self._store.blocking_key_value_get(f"{key}/{n}", TIMEOUT_MS)) for n in numbers]
+        published = [json.loads(self._read(f"{key}/{n}")) for n in numbers]
         if self._process == 0:
-            self._store.key_value_set(verdict, find_problem(published))
-        if problem := self._store.blocking_key_value_get(verdict, TIMEOUT_MS):
+            self._store.set_new(verdict, find_problem(published))
+        if problem := self._read(verdict):
             raise UserError(problem)
         return published[0]
+
+    def _read(self, key: str) -> str:
+        value = self._store.await_value(key, TIMEOUT_S)
+        if value is None:
+            raise CollectiveFailedError(f"another process has not come as far as {key} within {TIMEOUT_S:.0f} s")
+        return value

@@ -3,8 +3,8 @@
 All processes of a run take as long as the slowest one: the others wait for it in the next collective, and all clocks
 show the same. So each process measures what only its own slowness can change: how long it waits for its images, how
 long it was kept from running at all, and how long its device takes for a fixed amount of work that needs no other
-process. The main process compares. The numbers go through JAX's key-value store, in a separate thread, so that training
-does not wait for them.
+process. The main process compares. The numbers go through the store in the monitor's threads, so that training does not
+wait for them.
 
 A machine that is busy with other work delays its processes by chance, now this one and now that one. So only a process
 that is slow in several windows one after another, which share no call, is named; and a device is timed by the work that
@@ -14,21 +14,19 @@ took least time, and only where no thread of the process had to wait for a core 
 import json
 import socket
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from podscale.processes.group import get_key_value_store
-from podscale.processes.heartbeat import KeyMissingError
 from podscale.processes.host import measure_run_delay
+from podscale.processes.monitor import TICK_S
+from podscale.processes.store import Store
 
 PACE = "podscale/pace"  # key of the store
 WINDOW = 4  # calls that a process's pace is the mean of; each call belongs to one window
@@ -39,7 +37,6 @@ DELAYED_SHARE = 0.05  # of the time that the device takes: a probe whose threads
 WARM_UP = 3  # calls that are not measured: the first of everything takes longer
 FIRST_PROBES = 12  # calls at the start after each of which the device is timed
 SLOW_CALL_RATIO = 1.4  # a call that takes this many times the usual has the devices timed again
-TICK_S = 0.02
 PROBE_SIDE = MappingProxyType({"cpu": 192})  # of a matrix; other devices multiply larger ones
 PROBE_LENGTH = 8
 
@@ -105,42 +102,25 @@ def find_stragglers(paces: Sequence[Pace]) -> list[Straggler]:
     return stragglers
 
 
-class StragglerMonitor:
-    """Measures this process and, in the main process, compares all; a context manager. Alone, it does nothing."""
+class StragglerCheck:
+    """Measures this process and, in the main process, compares all; a monitor polls it. Alone, it does nothing."""
 
     def __init__(self) -> None:
         self._is_active = jax.process_count() > 1
-        self._store: Any = get_key_value_store()
         self._calls = self._measured_calls = 0
         self._window: list[tuple[float, float, float, float | None]] = []
         self._pace: Pace | None = None  # of the last whole window
+        self._is_due = False  # whether that window is to be compared
         self._call_times: deque[float] = deque(maxlen=64)
         self._last: tuple[float, float, float] | None = None
+        self._polled_at: float | None = None
         self._stalled_s = 0.0
         self._new: deque[Straggler] = deque()
         self._seen: dict[tuple[int, str], int] = {}
-        self._compare_now, self._stopped = threading.Event(), threading.Event()
-        self._threads = [
-            threading.Thread(target=work, name=f"podscale-{work.__name__[1:]}", daemon=True)
-            for work in (self._tick, self._compare)
-        ]
         if self._is_active:
             side = PROBE_SIDE.get(jax.local_devices()[0].platform, 2048)
             self._work = jnp.ones((side, side), jnp.float32, device=jax.local_devices()[0])
             self._time_device()  # compiles
-
-    def __enter__(self) -> Self:
-        if self._is_active:
-            for thread in self._threads:
-                thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._compare_now.set()
-        if self._is_active:
-            for thread in self._threads:
-                thread.join()
 
     def record_call(self, input_wait_s: float, metrics: PyTree) -> None:
         """Record that a call of the compiled program was started.
@@ -163,7 +143,7 @@ class StragglerMonitor:
             self._call_times.append(call_s)
             self._measured_calls += 1
             if self.add_call(call_s, input_s, stalled_s, probe_s):
-                self._compare_now.set()
+                self._is_due = True
         self._last = (time.perf_counter(), input_wait_s, self._stalled_s)
 
     def add_call(self, call_s: float, input_s: float, stalled_s: float, probe_s: float | None) -> Pace | None:
@@ -189,25 +169,22 @@ class StragglerMonitor:
         took_s = time.perf_counter() - start
         return took_s if measure_run_delay() - delayed_s < DELAYED_SHARE * took_s else None
 
-    # --- in the threads ---
+    # --- called by the monitor ---
 
-    def _tick(self) -> None:
-        """Sum the time by which a short sleep returns too late: then this process was not running."""
-        before = time.perf_counter()
-        while not self._stopped.wait(TICK_S):
-            now = time.perf_counter()
-            self._stalled_s += max(now - before - TICK_S, 0.0)
-            before = now
+    def poll(self, now: float) -> bool:
+        """Sum the time by which polls come too late: then this process was not running."""
+        if self._polled_at is not None:
+            self._stalled_s += max(now - self._polled_at - TICK_S, 0.0)
+        self._polled_at = now
+        is_due, self._is_due = self._is_due, False
+        return is_due
 
-    def _compare(self) -> None:
-        while self._compare_now.wait() and not self._stopped.is_set():
-            self._compare_now.clear()
-            with suppress(KeyMissingError):
-                number = jax.process_index()
-                self._store.key_value_set(f"{PACE}/{number}", json.dumps(self._pace), allow_overwrite=True)
-                if number == 0:
-                    entries = self._store.key_value_dir_get(PACE)
-                    self._note(find_stragglers([Pace(*json.loads(text)) for _, text in entries]))
+    def exchange(self, store: Store) -> None:
+        """Publish the pace of the last window; the main process compares those of all."""
+        number = jax.process_index()
+        store.set(f"{PACE}/{number}", json.dumps(self._pace))
+        if number == 0:
+            self._note(find_stragglers([Pace(*json.loads(text)) for text in store.list_by_process(PACE).values()]))
 
     def _note(self, stragglers: list[Straggler]) -> None:
         """Keep stragglers that several comparisons agree on: one may be chance. Each is reported once until it ends."""

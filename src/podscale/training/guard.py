@@ -3,7 +3,8 @@
 from contextlib import ExitStack
 from typing import Self
 
-from podscale.processes.stragglers import StragglerMonitor
+from podscale.processes import group
+from podscale.processes.stragglers import StragglerCheck
 from podscale.processes.watchdog import Watchdog
 from podscale.training.replicas import ReplicaCheck
 from podscale.training.session import OpenRun
@@ -16,12 +17,13 @@ class Guard:
     def __init__(self, run: OpenRun) -> None:
         self._run, options = run, run.program.plan.options
         self._watchdog = Watchdog(options.timeout_s, run.events.run.folder)
-        self._stragglers, self._replicas = StragglerMonitor(), ReplicaCheck(run.program.mesh, options.check_steps)
+        self._stragglers, self._replicas = StragglerCheck(), ReplicaCheck(run.program.mesh, options.check_steps)
         self._exits = ExitStack()
 
     def __enter__(self) -> Self:
-        self._exits.enter_context(self._watchdog)
-        self._exits.enter_context(self._stragglers)
+        monitor = self._exits.enter_context(group.open_monitor())
+        self._exits.enter_context(monitor.watch(self._watchdog))
+        self._exits.enter_context(monitor.watch(self._stragglers))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -63,7 +63,8 @@ class Program:
 
     def init_state(self) -> State:
         """Return the state before the first update, on the devices."""
-        state = jax.tree.map(np.asarray, init_state(self.plan.recipe, *self.weights, self.optimizer))
+        initialize = jax.jit(lambda p, s: init_state(self.plan.recipe, p, s, self.optimizer))
+        state = jax.tree.map(np.asarray, initialize(*self.weights))
         placed = replicate(state._replace(optimizer=()), self.mesh)
         return placed._replace(optimizer=self.layout.place(state.optimizer))
 
