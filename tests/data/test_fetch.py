@@ -15,7 +15,7 @@ from support.loader_threads import no_loader_thread_left  # noqa: F401 (a fixtur
 from support.prepared import open_data_set
 
 from podscale.config.options import Options
-from podscale.data import fetch
+from podscale.data import fetch, requests
 from podscale.data.disk_cache import LIMIT_VARIABLE, DiskCache
 from podscale.data.loader import load_eval_batches, load_train_batches
 from podscale.errors import StorageError
@@ -193,13 +193,53 @@ def test_a_small_window_bounds_memory_and_changes_nothing(root, bucket, proxy, m
 
 def test_neighbours_in_an_object_are_asked_for_at_once(root, bucket, proxy):
     files = open_data_set(f"s3://{bucket}").train.files
-    spans = fetch.plan_requests(files, range(IMAGES))
+    spans = requests.plan_requests(files, range(IMAGES))
     assert len(spans) == 2  # two shards
     assert sorted(sample for span in spans for sample in span.samples) == list(range(IMAGES))
     for span in spans:
         data = files.fetch_range(span.where)
         for sample, (first, last) in zip(span.samples, span.bounds, strict=True):
             assert bytes(data[first:last]) == files.read(sample)
+
+
+def test_shards_that_are_needed_whole_are_fetched_in_blocks(root, bucket, proxy, own_cache):
+    theirs = make_batches(open_data_set(root))
+    splits = open_data_set(f"s3://{bucket}")
+    before = proxy.count("GET")
+    assert_same(make_batches(splits), theirs)
+    assert proxy.count("GET") - before == 4  # two shards for training, two to evaluate
+    again = open_data_set(f"s3://{bucket}")
+    before = proxy.count("GET")
+    assert_same(make_batches(again), theirs)
+    assert proxy.count("GET") == before
+
+
+def test_single_samples_are_fetched_with_the_same_pixels(root, bucket, proxy, monkeypatch):
+    theirs = make_batches(open_data_set(root))
+    monkeypatch.setattr(requests, "MIN_DENSITY", 2.0)  # nothing is dense enough to be a block
+    assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
+
+
+def test_blocks_are_dense_parts_of_one_shard(root, bucket, proxy, monkeypatch):
+    monkeypatch.setattr(requests, "BLOCK_BYTES", 6000)
+    files = open_data_set(f"s3://{bucket}").train.files
+    blocks = requests.find_blocks(files, np.arange(IMAGES))
+    assert len(blocks.members) > 2
+    for number, members in enumerate(blocks.members):
+        assert len(set(files.table.files[members].tolist())) == 1
+        assert (blocks.numbers[members] == number).all()
+        span = blocks.make_span(files, number)
+        data = files.fetch_range(span.where)
+        for sample, (first, last) in zip(span.samples, span.bounds, strict=True):
+            assert bytes(data[first:last]) == files.read(sample)
+    sparse = np.arange(0, IMAGES, 6)
+    assert not requests.find_blocks(files, sparse).members
+
+
+def test_a_cache_without_space_for_a_block_leaves_its_samples_to_later(root, bucket, proxy, own_cache, monkeypatch):
+    theirs = make_batches(open_data_set(root))
+    monkeypatch.setattr(DiskCache, "has_space", lambda self, size: size > 30_000)  # says yes to all, no to each
+    assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
 
 
 def test_a_class_folder_is_fetched_image_by_image(tmp_path, s3_server, bucket, own_cache):

@@ -72,11 +72,16 @@ def assert_same(url, folder):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.fixture(params=["s3", "az"])
+def url(request):
+    name = request.getfixturevalue({"s3": "bucket", "az": "container"}[request.param])
+    return f"{request.param}://{name}/runs/one"
+
+
 @pytest.mark.heavy
 def test_a_run_in_a_bucket_has_the_same_bits_and_resumes_from_the_bucket_alone(
-    recipe, on_disk, bucket, monkeypatch, capsys
+    recipe, on_disk, url, monkeypatch, capsys
 ):
-    url = f"s3://{bucket}/runs/one"
     train(recipe, url, until=StopCondition("accuracy", 0.0))
     assert Run.load(url).summary()["steps"] == 12
     forget_run(monkeypatch)

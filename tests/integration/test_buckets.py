@@ -16,6 +16,7 @@ from support.processes import (
 )
 
 from podscale.data.tools.prepare import Settings, prepare_data_set
+from podscale.storage.open import open_store
 
 SETTINGS = (
     "digits --data.source tar --data.image_size 16 --data.lanes 1 --augment.crop resized --augment.flip true "
@@ -57,6 +58,17 @@ def assert_same_bits(folder, other):
 @pytest.mark.heavy
 def test_training_from_a_bucket_ends_with_the_same_bits_as_from_disk(root, url, tmp_path):
     for name, path in (("disk", root), ("bucket", url)):
+        train_in_process(tmp_path / name, "1x2", [*SETTINGS, "--data.path", str(path)])
+    assert_same_bits(tmp_path / "bucket", tmp_path / "disk")
+
+
+@pytest.mark.heavy
+def test_training_from_an_azure_container_ends_with_the_same_bits_as_from_disk(root, container, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store = open_store(f"az://{container}/photos")
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        store.write_file(path.relative_to(root).as_posix(), path)
+    for name, path in (("disk", root), ("bucket", store.location)):
         train_in_process(tmp_path / name, "1x2", [*SETTINGS, "--data.path", str(path)])
     assert_same_bits(tmp_path / "bucket", tmp_path / "disk")
 

@@ -46,6 +46,14 @@ def test_a_read_goes_on_after_faults_that_pass(store, proxy, fault):
     assert store.read_range("x", 1000, 150_000) == DATA[1000:150_000]
 
 
+@pytest.mark.parametrize("kind", ["reset", "truncate", "short", "away"])
+def test_a_listing_goes_on_after_faults_that_pass(store, proxy, kind):
+    for act in (lambda: list(store.list()), lambda: list(store.list_folder().objects)):
+        fault = proxy.inject(Fault(kind, times=2, method="GET"))
+        assert [(info.key, info.size) for info in act()] == [("x", len(DATA))]
+        assert fault.hits == 2
+
+
 def test_a_store_that_is_away_for_a_while_is_waited_for(store, proxy):
     proxy.inject(Fault("away", times=-1))
     threading.Timer(1.5, proxy.clear).start()

@@ -1,4 +1,4 @@
-"""Stores: a local folder and a bucket on a real S3 server behave alike."""
+"""Stores: a local folder, a bucket on a real S3 server and a container on a real Azure server behave alike."""
 
 import os
 import subprocess
@@ -16,10 +16,12 @@ from podscale.storage.store import ObjectChangedError, make_token
 NAMES = ["a.jpg", "my cat.jpg", "50% off#1?.jpg", "größe+=&.txt", "deep/er/x.y.z"]
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", "az"])
 def store(request, tmp_path):
     if request.param == "local":
         return open_store(tmp_path / "root")
+    if request.param == "az":
+        return open_store(f"az://{request.getfixturevalue('container')}/some/folder")
     return open_store(f"s3://{request.getfixturevalue('bucket')}/some/folder")
 
 
@@ -33,6 +35,7 @@ def test_what_is_written_is_read_in_whole_and_in_ranges(store):
     assert [bytes(part) for part in store.read_ranges("shard.tar", ranges, etag)] == [data[a:b] for a, b in ranges]
     info = store.stat("shard.tar")
     assert (info.key, info.size, info.etag) == ("shard.tar", 300_000, etag)
+    assert list(store.list()) == list(store.list_folder().objects) == [info]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,6 +108,16 @@ def test_of_many_that_create_or_update_one_wins(store):
     race(lambda data: store.create("contested", data))
     etag = store.stat("contested").etag
     race(lambda data: store.update("contested", data, etag))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az"])
+def test_a_bucket_that_is_not_there_is_named_as_such(scheme, request):
+    request.getfixturevalue({"s3": "bucket", "az": "container"}[scheme])
+    store = open_store(f"{scheme}://nobody-has-this/folder")
+    for act in (lambda: store.write("x", b"1"), store.list_folder):
+        with pytest.raises(FileNotFoundError, match="there is no such bucket") as caught:
+            act()
+        assert caught.value.filename.startswith(f"{scheme}://nobody-has-this")
 
 
 def test_deleting_needs_no_object(store):

@@ -69,6 +69,14 @@ class DiskCache:
         self._is_full = False
         self._queued_bytes, self._lock = 0, threading.Lock()
 
+    def find_all(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+        """Return which samples are not cached, and of the others descriptors and offsets, as `find` does."""
+        for sample in samples[(self._pack[samples] >= 0) & ~self._is_verified[samples]].tolist():
+            self.find(sample)
+        packs = self._pack[samples]
+        descriptors = np.array([*self._packs, -1], np.int64)[packs]  # the last one where there is no pack
+        return packs < 0, descriptors, self._offsets[samples]
+
     def find(self, sample: int) -> tuple[int, int] | None:
         """Return the descriptor of the file that holds a sample, and its offset there; None if it is not cached."""
         if self._pack[sample] < 0:
@@ -106,21 +114,53 @@ class DiskCache:
         with self._lock:
             self._queued_bytes -= len(data)
 
+    def has_space(self, size: int) -> bool:
+        """Return whether so many bytes more may be written."""
+        unchecked = 0 if self._own is None else self._own.unchecked
+        return not self._is_full and self._used + unchecked + size <= self._limit
+
+    def write_block(self, samples: list[int], data: memoryview, bounds: list[tuple[int, int]]) -> None:
+        """Write neighbouring samples at once, with what lies between them; by any thread.
+
+        Args:
+            samples: those in the block.
+            data: the block.
+            bounds: of each sample within it.
+        """
+        try:
+            self._append(np.array(samples, np.int64), data, bounds)
+        except OSError:
+            self._is_full = True
+
     def _write(self, sample: int, data: memoryview) -> None:
-        if self._is_full or self._pack[sample] >= 0:
+        if self._pack[sample] < 0:
+            self._append(np.array([sample]), data, [(0, len(data))])
+
+    def _append(self, samples: NDArray[np.int64], data: memoryview, bounds: list[tuple[int, int]]) -> None:
+        with self._lock:
+            pack = self._take_space(len(data))
+        if pack is None:
             return
+        writer, start = pack
+        crcs = [zlib.crc32(data[first:last]) for first, last in bounds]
+        offsets = start + np.array([first for first, _ in bounds], np.int64)
+        writer.write(start, data, self._numbers[samples], offsets, self._lengths[samples], crcs)
+        self._offsets[samples] = offsets
+        self._is_verified[samples] = True
+        self._pack[samples] = self._packs.index(writer.descriptor)
+
+    def _take_space(self, size: int) -> "tuple[_PackWriter, int] | None":
+        """Return the pack to write to and the offset there; None if the cache is full."""
         if self._own is None:
             self._own = _PackWriter(self._folder, self._split)
             self._packs.append(self._own.descriptor)
             self._descriptors += [self._own.descriptor, self._own.entries]
         if self._own.unchecked > BYTES_PER_CHECK:
             self._used, self._own.unchecked = _measure_used(self._folder.parent), 0
-        if self._used + self._own.unchecked + len(data) > self._limit:
+        if not self.has_space(size):
             self._is_full = True
-            return
-        self._offsets[sample] = self._own.append(int(self._numbers[sample]), data)
-        self._is_verified[sample] = True
-        self._pack[sample] = self._packs.index(self._own.descriptor)
+            return None
+        return self._own, self._own.take(size)
 
     def _load(self, path: Path) -> None:
         """Take up the entries of a file that are whole and lie within its pack."""
@@ -155,18 +195,30 @@ class _PackWriter:
         self.entries = os.open(path.with_suffix(".entries"), flags | os.O_APPEND, 0o600)
         self._end = self.unchecked = 0
 
-    def append(self, sample: int, data: memoryview) -> int:
-        """Write a sample, then its entry; return its offset."""
-        offset, at = self._end, 0
-        while at < len(data):
-            at += os.pwrite(self.descriptor, data[at:], offset + at)
-        entry = np.zeros(1, ENTRY)
-        entry["sample"], entry["offset"], entry["length"], entry["crc"] = sample, offset, len(data), zlib.crc32(data)
-        entry["check"] = _compute_check(entry)
-        os.write(self.entries, entry.tobytes())
-        self._end += len(data)
-        self.unchecked += len(data)
+    def take(self, size: int) -> int:
+        """Return the offset of space for so many bytes."""
+        offset = self._end
+        self._end += size
+        self.unchecked += size
         return offset
+
+    def write(
+        self,
+        start: int,
+        data: memoryview,
+        numbers: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        crcs: list[int],
+    ) -> None:
+        """Write bytes, then the entries of the samples in them."""
+        at = 0
+        while at < len(data):
+            at += os.pwrite(self.descriptor, data[at:], start + at)
+        entries = np.zeros(len(numbers), ENTRY)
+        entries["sample"], entries["offset"], entries["length"], entries["crc"] = numbers, offsets, lengths, crcs
+        entries["check"] = _compute_check(entries)
+        os.write(self.entries, entries.tobytes())
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -4,27 +4,26 @@ A thread walks through the batches to come, as far ahead as `WINDOW_BYTES` allow
 nor in the disk cache. Neighbouring ranges of an object are asked for at once. How many requests are in flight adapts:
 the number doubles when a batch has to wait, as long as that makes the bytes come faster. What a batch has fetched stays
 in memory until the batch is made. A sample that is waited for unusually long is asked for a second time, and the first
-answer counts.
+answer counts. Blocks of shards (`podscale.data.requests`) go to the disk cache, and batches read them there.
 """
 
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from podscale.data.bucket_files import BucketFiles, ByteRange
+from podscale.data.bucket_files import BucketFiles
 from podscale.data.disk_cache import DiskCache
-from podscale.storage.cloud import merge_ranges
+from podscale.data.fetch_workers import MAX_REQUESTS, MIN_REQUESTS, Pace, Workers, complete
+from podscale.data.requests import HORIZON_BYTES, Blocks, Span, find_blocks, plan_requests
 
 WINDOW_BYTES = 2**28  # fetched or being fetched, and not yet used
-MIN_REQUESTS, MAX_REQUESTS = 16, 128  # in flight
 HEDGE_S, HEDGE_FACTOR = 1.0, 8.0  # a second request after this long, or after so many times the usual wait
 HEDGE_THREADS = 8
 
@@ -53,14 +52,16 @@ class Window:
     def __init__(self, files: BucketFiles, cache: DiskCache | None) -> None:
         self._files, self._cache = files, cache
         self._samples: dict[int, _Sample] = {}
+        self._blocks: Blocks | None = None
+        self._block_futures: dict[int, Future[None]] = {}  # of blocks that were asked for
         self._changed = threading.Condition()
         self._bytes, self._in_flight, self._limit = 0, 0, MIN_REQUESTS
-        self._pace = _Pace()
+        self._pace = Pace()
         self._workers, self._hedges = (
-            _Workers(MAX_REQUESTS, "podscale-fetch"),
-            _Workers(HEDGE_THREADS, "podscale-hedge"),
+            Workers(MAX_REQUESTS, "podscale-fetch"),
+            Workers(HEDGE_THREADS, "podscale-hedge"),
         )
-        self._writer = _Workers(1, "podscale-disk-cache")
+        self._writer = Workers(1, "podscale-disk-cache")
         self._users = 0
         self.counts = Counts()
 
@@ -70,22 +71,41 @@ class Window:
         self, samples: list[int], lengths: NDArray[np.int64]
     ) -> tuple[list[Any], NDArray[np.int64], NDArray[np.int64]]:
         """Return where each sample's bytes are: in memory, or in a file of the disk cache."""
+        numbers = np.array(samples, np.int64)
+        self._wait_for_blocks(numbers)
         sources: list[Any] = [None] * len(samples)
         offsets = np.zeros(len(samples), np.int64)
-        missing = []
-        for i, sample in enumerate(samples):
-            entry = self._samples.get(sample)
-            place = self._cache.find(sample) if entry is None and self._cache is not None else None
-            if place is not None:
-                sources[i], offsets[i] = place
-            elif entry is not None:
-                sources[i] = self._wait_for(sample, entry)
+        is_missing = np.ones(len(samples), bool)
+        if self._cache is not None:
+            is_missing, descriptors, offsets = self._cache.find_all(numbers)
+            sources = descriptors.tolist()
+        absent = []
+        for i in np.flatnonzero(is_missing).tolist():
+            entry = self._samples.get(samples[i])
+            if entry is None:
+                absent.append(i)
             else:
-                missing.append(i)
-        if missing:
-            for i, data in zip(missing, self._files.fetch_all([samples[i] for i in missing]), strict=True):
+                sources[i] = self._wait_for(samples[i], entry)
+        if absent:
+            for i, data in zip(absent, self._files.fetch_all([samples[i] for i in absent]), strict=True):
                 sources[i] = data
         return sources, offsets, lengths
+
+    def _wait_for_blocks(self, samples: NDArray[np.int64]) -> None:
+        """Wait for blocks that hold some samples, unless that takes unusually long."""
+        if self._blocks is None:
+            return
+        for block in np.unique(self._blocks.numbers[samples]).tolist():
+            if block < 0:
+                continue
+            future = self._ask_for_block(block)
+            if not future.done():
+                self._grow()
+                patience = max(HEDGE_S, HEDGE_FACTOR * self._pace.usual_wait)
+                if not wait([future], timeout=patience).done:
+                    self.counts.hedged += 1
+                    continue
+            future.result()
 
     def _wait_for(self, sample: int, entry: _Sample) -> memoryview:
         if entry.data.done():
@@ -97,9 +117,7 @@ class Window:
             return entry.data.result()
         self.counts.hedged += 1
         second: Future[memoryview] = Future()
-        self._hedges.submit(
-            lambda: _complete(second, lambda: self._files.fetch_range(self._files.locate_range(sample)))
-        )
+        self._hedges.submit(lambda: complete(second, lambda: self._files.fetch_range(self._files.locate_range(sample))))
         done, _ = wait([entry.data, second], return_when=FIRST_COMPLETED)
         first = next((future for future in done if future.exception() is None), None)
         return (first or entry.data).result()
@@ -111,8 +129,12 @@ class Window:
 
         A sample in the disk cache is not asked for.
         """
-        wanted = [sample for sample in samples if self._cache is None or self._cache.find(sample) is None]
-        taken: list[int] = []
+        numbers = np.asarray(samples, np.int64)
+        if self._cache is not None:
+            numbers = numbers[self._cache.find_all(numbers)[0]]
+        if self._blocks is not None:
+            numbers = self._add_blocks(self._blocks, numbers, is_over)
+        wanted, taken = numbers.tolist(), list[int]()
         for start in range(0, len(wanted), MAX_REQUESTS):
             part = wanted[start : start + MAX_REQUESTS]
             new = self._enter(part, is_over)
@@ -122,8 +144,47 @@ class Window:
             for span in plan_requests(self._files, new):
                 if not self._wait_for_turn(is_over):
                     break  # a batch that needs one of the others after all asks for it again
+                with self._changed:
+                    self._in_flight += 1
                 self._workers.submit(functools.partial(self._fetch, span))
         return taken
+
+    def look_ahead(self, batches: Iterable[NDArray[np.int64]]) -> None:
+        """Decide which blocks to fetch whole, by the samples of the next batches; it needs a disk cache."""
+        if self._cache is None or self._blocks is not None:
+            return
+        is_needed, size = np.zeros(len(self._files.table), bool), 0
+        for samples in batches:
+            new = np.unique(samples)
+            new = new[~is_needed[new]]
+            new = new[self._cache.find_all(new)[0]]
+            is_needed[new] = True
+            size += int(self._files.table.lengths[new].sum())
+            if size > HORIZON_BYTES:
+                break
+        if self._cache.has_space(size):
+            self._blocks = find_blocks(self._files, np.flatnonzero(is_needed))
+
+    def _add_blocks(self, blocks: Blocks, samples: NDArray[np.int64], is_over: Callable[[], bool]) -> NDArray[np.int64]:
+        """Ask for blocks; return samples that are in none, or in one that the cache had no space for."""
+        dropped = []
+        for block in np.unique(blocks.numbers[samples]).tolist():
+            future = self._block_futures.get(block)
+            if future is not None and future.done():
+                dropped.append(block)
+            elif future is None and block >= 0 and self._wait_for_turn(is_over):
+                self._ask_for_block(block)
+        return samples[np.isin(blocks.numbers[samples], [-1, *dropped])]
+
+    def _ask_for_block(self, block: int) -> "Future[None]":
+        """Return the future of a block, which is asked for unless it was before."""
+        with self._changed:
+            future = self._block_futures.get(block)
+            if future is None:
+                future = self._block_futures[block] = Future()
+                self._in_flight += 1
+                self._workers.submit(functools.partial(self._fetch_block, block))
+        return future
 
     def _enter(self, samples: list[int], is_over: Callable[[], bool]) -> list[int] | None:
         """Enter samples into the window, when there is space for them; return the new ones; None if it is over."""
@@ -146,10 +207,7 @@ class Window:
     def _wait_for_turn(self, is_over: Callable[[], bool]) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: is_over() or self._in_flight < self._limit)
-            if is_over():
-                return False
-            self._in_flight += 1
-            return True
+            return not is_over()
 
     def release(self, samples: Iterable[int]) -> None:
         """Forget samples whose batch is made."""
@@ -191,7 +249,7 @@ class Window:
 
     # --- in the pool ---
 
-    def _fetch(self, span: "Span") -> None:
+    def _fetch(self, span: Span) -> None:
         start = time.monotonic()
         entries = [(sample, self._samples.get(sample)) for sample in span.samples]
         try:
@@ -207,12 +265,29 @@ class Window:
                 if entry is not None and not entry.data.done():
                     entry.data.set_exception(error)
         finally:
-            with self._changed:
-                self._in_flight -= 1
-                self.counts.requests += 1
-                self.counts.bytes += span.where.stop - span.where.start
-                self._pace.add(time.monotonic() - start, span.where.stop - span.where.start)
-                self._changed.notify_all()
+            self._finish_request(span, time.monotonic() - start)
+
+    def _fetch_block(self, block: int) -> None:
+        """Fetch a block into the disk cache; if that is full, its samples are fetched when they are needed."""
+        blocks, cache = self._blocks, self._cache
+        assert blocks is not None
+        assert cache is not None
+        start, span = time.monotonic(), blocks.make_span(self._files, block)
+
+        def fetch() -> None:
+            cache.write_block(span.samples, self._files.fetch_range(span.where), span.bounds)
+
+        complete(self._block_futures[block], fetch)
+        self._finish_request(span, time.monotonic() - start)
+
+    def _finish_request(self, span: Span, seconds: float) -> None:
+        with self._changed:
+            size = span.where.stop - span.where.start
+            self._in_flight -= 1
+            self.counts.requests += 1
+            self.counts.bytes += size
+            self._pace.add(seconds, size)
+            self._changed.notify_all()
 
     def _grow(self) -> None:
         """Allow more requests in flight because a batch has to wait; fewer again if that did not help."""
@@ -224,114 +299,21 @@ class Window:
 _opening = threading.Lock()
 
 
-class _Workers:
-    """Daemon threads that run functions, made as they are needed: one that waits for a store must not delay the end."""
-
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._idle, self._lock = 0, threading.Lock()
-
-    def submit(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-        with self._lock:
-            if self._idle or len(self._threads) == self._most:
-                return
-            self._threads.append(threading.Thread(target=self._work, name=self._name, daemon=True))
-            self._threads[-1].start()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._idle += 1
-            task = self._tasks.get()
-            with self._lock:
-                self._idle -= 1
-            if task is None:
-                return
-            task()
-
-    def close(self) -> None:
-        """End the threads after what was submitted."""
-        for _ in self._threads:
-            self._tasks.put(None)
-
-    def join(self) -> None:
-        """Wait until the threads have ended."""
-        for thread in self._threads:
-            thread.join()
-
-
-def _complete(future: "Future[memoryview]", work: Callable[[], memoryview]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:  # of any kind: who waits raises it
-        future.set_exception(error)
-
-
-@dataclass
-class _Pace:
-    """How fast bytes come: what decides how many requests are in flight."""
-
-    usual_wait: float = 0.0  # seconds of a request, smoothed
-    bytes: int = 0
-    since: float = field(default_factory=time.monotonic)
-    best: float = 0.0  # bytes per second under the limit before
-
-    def add(self, seconds: float, count: int) -> None:
-        self.usual_wait = seconds if not self.usual_wait else 0.9 * self.usual_wait + 0.1 * seconds
-        self.bytes += count
-
-    def choose_limit(self, limit: int) -> int:
-        """Return the next limit: twice the present one if the last increase made bytes come faster by a tenth."""
-        elapsed = time.monotonic() - self.since
-        if elapsed < max(4 * self.usual_wait, 0.1) or not self.bytes:
-            return limit
-        rate, self.bytes, self.since = self.bytes / elapsed, 0, time.monotonic()
-        if rate < 1.1 * self.best:
-            self.best = max(self.best * 0.95, rate)
-            return limit
-        self.best = rate
-        return min(2 * limit, MAX_REQUESTS)
-
-
-# --- which ranges to ask for -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """One request: a range of an object, the samples in it, and the bounds of each within the range."""
-
-    where: ByteRange
-    samples: list[int]
-    bounds: list[tuple[int, int]]
-
-
-def plan_requests(files: BucketFiles, samples: Iterable[int]) -> list[Span]:
-    """Return the requests that fetch some samples, in the order in which the samples are needed."""
-    by_object: dict[tuple[str, str], list[tuple[int, ByteRange]]] = {}
-    for sample in samples:
-        where = files.locate_range(sample)
-        by_object.setdefault((where.key, where.etag), []).append((sample, where))
-    spans = []
-    for (key, etag), wanted in by_object.items():
-        ranges = [(where.start, where.stop) for _, where in wanted]
-        for start, stop, members in merge_ranges(ranges):
-            bounds = [(ranges[i][0] - start, ranges[i][1] - start) for i in members]
-            spans.append(Span(ByteRange(key, etag, start, stop), [wanted[i][0] for i in members], bounds))
-    return spans
-
-
 # --- ahead of a loader -----------------------------------------------------------------------------------------------
 
 
 class FetchAhead:
-    """Fetches the samples of a sequence of batches; `finish_batch` after each batch, `close` at the end."""
+    """Fetches the samples of a sequence of batches; `finish_batch` after each batch, `close` at the end.
 
-    def __init__(self, files: BucketFiles, batches: Iterable[NDArray[np.int64]]) -> None:
-        self._window, self._batches = Window.open(files), batches
+    Args:
+        files: of the split.
+        list_batches: returns the samples of each batch; called twice.
+    """
+
+    def __init__(self, files: BucketFiles, list_batches: Callable[[], Iterable[NDArray[np.int64]]]) -> None:
+        self._window, self._list_batches = Window.open(files), list_batches
         self._taken: list[list[int]] = []  # by batch
+        self._window.look_ahead(list_batches())
         self._finished, self._lock, self._stop = 0, threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="podscale-ahead", daemon=True)
         self._thread.start()
@@ -341,7 +323,7 @@ class FetchAhead:
         return self._window.counts
 
     def _run(self) -> None:
-        for number, samples in enumerate(self._batches):
+        for number, samples in enumerate(self._list_batches()):
             if self._stop.is_set():
                 return
             taken = self._window.add(np.unique(samples).tolist(), functools.partial(self._is_over, number))

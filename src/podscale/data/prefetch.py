@@ -163,9 +163,13 @@ def _fetch_ahead(requests: Sequence[Request_contra], maker: BatchMaker[Request_c
     index = maker.index
     if not isinstance(index.files, BucketFiles):
         return None
-    lists = (maker.list_samples(request) for request in requests)
-    needed = lists if index.cache is None else (index.cache.find_missing(samples) for samples in lists)
-    return FetchAhead(index.files, needed)
+
+    def list_batches() -> Iterator[NDArray[np.int64]]:
+        for request in requests:
+            samples = maker.list_samples(request)
+            yield samples if index.cache is None else index.cache.find_missing(samples)
+
+    return FetchAhead(index.files, list_batches)
 
 
 _open_batches: "weakref.WeakSet[Batches]" = weakref.WeakSet()

@@ -6,6 +6,7 @@ repeated, after pauses that grow and are random, for `get_retry_s()` seconds; af
 
 import errno
 import os
+import random
 import threading
 import time
 from collections import Counter
@@ -60,16 +61,15 @@ class CloudStore:
         import obstore
 
         folder = self.location.join(prefix)
-        stream = obstore.list(self._client, folder.key or None, chunk_size=1000)
-        while chunk := self._call("list", folder, lambda: next(stream, None)):
-            for meta in chunk:
-                yield self._describe(meta)
+        metas = self._repeat("list", folder, lambda: obstore.list(self._client, folder.key or None).collect())
+        for meta in metas:
+            yield self._describe(meta)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         import obstore
 
         folder = self.location.join(prefix)
-        result = self._call("list", folder, lambda: obstore.list_with_delimiter(self._client, folder.key or None))
+        result = self._repeat("list", folder, lambda: obstore.list_with_delimiter(self._client, folder.key or None))
         folders = sorted(path.rstrip("/").rpartition("/")[2] for path in result["common_prefixes"])
         objects = sorted((self._describe(meta) for meta in result["objects"]), key=lambda info: info.key)
         return FolderListing(tuple(folders), tuple(objects))
@@ -121,7 +121,7 @@ class CloudStore:
         def get() -> tuple[memoryview, int, str]:
             result = obstore.get(self._client, where.key, options=options)
             size = result.meta["size"]
-            return memoryview(result.bytes()), size, result.meta["e_tag"] or ""
+            return memoryview(result.bytes()), size, self._read_etag(result.meta)
 
         deadline = time.monotonic() + self._retry_s
         while True:
@@ -144,7 +144,7 @@ class CloudStore:
 
         where = self._require_writable(key)
         result = self._call("put", where, lambda: obstore.put(self._client, where.key, data, **options))
-        return result["e_tag"] or self.stat(key).etag
+        return self._read_etag(result) or self.stat(key).etag
 
     def _confirm(self, key: str, data: bytes | memoryview, error: OSError) -> str:
         """Return the ETag of an object whose content is ours: its answer was lost, not the request; else raise."""
@@ -164,6 +164,18 @@ class CloudStore:
         except Exception as error:
             raise translate_error(error, where) from None
 
+    def _repeat(self, kind: str, where: Location, request: Callable[[], T]) -> T:
+        """Call, and again where the answer broke off: of a listing's body, the client does not ask a second time."""
+        deadline, pause = time.monotonic() + self._retry_s, 0.1
+        while True:
+            try:
+                return self._call(kind, where, request)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(random.uniform(0.5, 1) * pause)
+            pause = min(2 * pause, 10)
+
     def _require_writable(self, key: str) -> Location:
         where = self.location.join(key)
         if not where.is_writable:
@@ -172,7 +184,12 @@ class CloudStore:
 
     def _describe(self, meta: Any) -> ObjectInfo:
         prefix = f"{self.location.key}/" if self.location.key else ""
-        return ObjectInfo(meta["path"].removeprefix(prefix), meta["size"], meta["e_tag"] or "")
+        return ObjectInfo(meta["path"].removeprefix(prefix), meta["size"], self._read_etag(meta))
+
+    def _read_etag(self, answer: Any) -> str:
+        """Return the ETag of an answer. Azure's listings have no quotes around it, which all else there has."""
+        etag = answer["e_tag"] or ""
+        return f'"{etag}"' if etag and self.location.scheme == "az" and not etag.endswith('"') else etag
 
 
 def merge_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, list[int]]]:

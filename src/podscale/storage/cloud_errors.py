@@ -25,7 +25,7 @@ def translate_error(error: Exception, where: Location) -> Exception:
 
     name, result = str(where), error
     if isinstance(error, FileNotFoundError):
-        what = "there is no such bucket" if "NoSuchBucket" in str(error) else "there is no such object"
+        what = _describe_absence(str(error))
         result = FileNotFoundError(errno.ENOENT, what, name)
     elif isinstance(error, exceptions.AlreadyExistsError):
         result = FileExistsError(errno.EEXIST, "there is an object of this name already", name)
@@ -36,6 +36,11 @@ def translate_error(error: Exception, where: Location) -> Exception:
     elif isinstance(error, exceptions.BaseError):
         result = _explain_failure(str(error).partition("\n\nDebug source:")[0], where)
     return result
+
+
+def _describe_absence(text: str) -> str:
+    is_bucket = "NoSuchBucket" in text or "ContainerNotFound" in text  # S3's and Azure's codes
+    return "there is no such bucket" if is_bucket else "there is no such object"
 
 
 def _explain_refusal(text: str, where: Location) -> str:
@@ -58,7 +63,7 @@ def _explain_failure(text: str, where: Location) -> OSError:
     if code in (401, 403):
         return PermissionError(errno.EACCES, _explain_refusal(text, where), str(where))
     if code == 404:
-        what = "there is no such bucket" if "NoSuchBucket" in text else "there is no such object"
+        what = _describe_absence(text)
         return FileNotFoundError(errno.ENOENT, what, str(where))
     if code in (301, 307):
         return OSError(errno.EINVAL, "the bucket is in another region; set AWS_REGION", str(where))

@@ -1,0 +1,85 @@
+"""Threads that wait for a bucket's answers, and how many requests to have in flight."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+MIN_REQUESTS, MAX_REQUESTS = 16, 128  # in flight
+T = TypeVar("T")
+
+
+class Workers:
+    """Daemon threads that run functions, made as they are needed: one that waits for a store must not delay the end."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle, self._lock = 0, threading.Lock()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+        with self._lock:
+            if self._idle or len(self._threads) == self._most:
+                return
+            self._threads.append(threading.Thread(target=self._work, name=self._name, daemon=True))
+            self._threads[-1].start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            task = self._tasks.get()
+            with self._lock:
+                self._idle -= 1
+            if task is None:
+                return
+            task()
+
+    def close(self) -> None:
+        """End the threads after what was submitted."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self) -> None:
+        """Wait until the threads have ended."""
+        for thread in self._threads:
+            thread.join()
+
+
+def complete(future: "Future[T]", work: Callable[[], T]) -> None:
+    """Give a future the result of some work, or what it raised."""
+    try:
+        future.set_result(work())
+    except BaseException as error:  # of any kind: who waits raises it
+        future.set_exception(error)
+
+
+@dataclass
+class Pace:
+    """How fast bytes come: what decides how many requests are in flight."""
+
+    usual_wait: float = 0.0  # seconds of a request, smoothed
+    bytes: int = 0
+    since: float = field(default_factory=time.monotonic)
+    best: float = 0.0  # bytes per second under the limit before
+
+    def add(self, seconds: float, count: int) -> None:
+        self.usual_wait = seconds if not self.usual_wait else 0.9 * self.usual_wait + 0.1 * seconds
+        self.bytes += count
+
+    def choose_limit(self, limit: int) -> int:
+        """Return the next limit: twice the present one if the last increase made bytes come faster by a tenth."""
+        elapsed = time.monotonic() - self.since
+        if elapsed < max(4 * self.usual_wait, 0.1) or not self.bytes:
+            return limit
+        rate, self.bytes, self.since = self.bytes / elapsed, 0, time.monotonic()
+        if rate < 1.1 * self.best:
+            self.best = max(self.best * 0.95, rate)
+            return limit
+        self.best = rate
+        return min(2 * limit, MAX_REQUESTS)
