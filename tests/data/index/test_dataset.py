@@ -207,7 +207,7 @@ def test_refuses_a_header_that_cannot_be_read(folder, content):
     message = get_refusal(open_index, Data(source="folder", path=str(folder), bad_share=0.0))
     counts = f"1 of {len(tolerated.val)} validation images cannot be read, and data.bad_share 0 allows 0"
     assert message.startswith(f"{counts}; the first: cannot read {bad}: ")
-    assert message.endswith(f"`podscale data check {folder}` lists all")
+    assert message.endswith(f"`podscale data check {folder}` lists all, and a larger --data.bad_share tolerates them")
 
 
 def test_refuses_counts_that_differ_from_the_recipe(folder):

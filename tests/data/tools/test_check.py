@@ -56,7 +56,7 @@ def test_every_kind_of_problem_is_reported_as_its_kind(photos):
     bees, cats = photos / "train" / "bee", photos / "val" / "cat"
     intact = writers.make_image(77)
     problems = {
-        bees / "empty.jpg": ("empty", b""),
+        bees / "empty.jpg": ("empty file", b""),
         bees / "cut.jpg": ("corrupt", intact[: len(intact) * 2 // 3]),
         bees / "text.png": ("corrupt", b"<html>not found</html>"),
         bees / "bomb.png": ("huge", make_bomb()),
@@ -87,7 +87,27 @@ def test_an_empty_class_folder_is_reported_and_the_others_are_checked(photos):
     for split in writers.SPLITS:
         (photos / split / "dog").mkdir()
     (photos / "train" / "ant" / "empty.png").touch()
-    assert find_problems(photos) == {("unreadable", "dog"), ("empty", "empty.png")}
+    assert find_problems(photos) == {("empty class", "dog"), ("empty file", "empty.png")}
+
+
+def test_a_single_class_and_files_of_other_formats_are_reported(tmp_path):
+    (tmp_path / "cat").mkdir()
+    for i in range(3):
+        (tmp_path / "cat" / f"{i}.png").write_bytes(writers.make_image(i, "png"))
+    for name in ("a.heic", "b.HEIC", "c.gif", "notes.txt"):
+        (tmp_path / "cat" / name).write_bytes(b"x")
+    unreadable, single = check_data_set(str(tmp_path))["findings"]
+    expected = f"3 files of class folder {tmp_path}/cat cannot be read and are ignored (.gif .heic); convert them to"
+    assert unreadable["why"].startswith(expected)
+    assert single["why"] == f"{tmp_path} holds images of one class only, cat; a classifier needs at least two"
+
+
+def test_a_folder_of_other_formats_alone_says_which(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.heic").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"are \.heic files, which cannot be read; convert them to \.jpg or \.png"):
+        check_data_set(str(tmp_path))
 
 
 def test_uneven_classes_are_reported_but_are_no_problem(photos):
@@ -130,11 +150,11 @@ def test_the_command_reports_problems_as_text_as_json_and_by_its_exit_code(photo
     (photos / "train" / "ant" / "empty.png").touch()
     assert main(["data", "check", str(photos)]) == 1
     output = capfd.readouterr().out
-    assert "empty: 1" in output
+    assert "empty file: 1" in output
     assert "empty.png has no bytes; replace or remove it" in " ".join(output.split())
     assert main(["data", "check", str(photos), "--json"]) == 1
     summary = json.loads(capfd.readouterr().out)
-    assert summary["counts"] == {"empty": 1}
+    assert summary["counts"] == {"empty file": 1}
     assert summary["pictures"] == {"train": 13, "val": 6}
     assert main(["data", "check", str(photos / "nowhere")]) == 2
 

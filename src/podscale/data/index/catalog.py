@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -130,19 +131,27 @@ def _open_tables(kind: str, root: Folder, progress: Progress | None, max_image_b
     return result, listing
 
 
+class LeftOut(NamedTuple):
+    """A part of a data set of which no sample is used, and why."""
+
+    kind: str  # "unreadable" or "empty class"
+    split: str
+    path: str
+    why: str
+
+
 def list_samples(
     kind: str, root: Folder, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
-) -> tuple[dict[str, Files], tuple[str, ...], list[tuple[str, str, str]]]:
+) -> tuple[dict[str, Files], tuple[str, ...], list[LeftOut]]:
     """List all samples without opening their images.
 
     Containers that cannot be scanned are left out and reported, and so are entries that are no files.
 
     Returns:
-        The files by split, which are not measured; the class names; and (split, path, message) of
-        everything that was left out.
+        The files by split, which are not measured; the class names; and everything that was left out.
     """
     _check_complete(root)
-    form, listing, left_out = FORMATS[kind], FORMATS[kind].find(root), list[tuple[str, str, str]]()
+    form, listing, left_out = FORMATS[kind], FORMATS[kind].find(root), list[LeftOut]()
 
     def scan(path: str) -> ContainerSamples | str:
         try:
@@ -158,25 +167,19 @@ def list_samples(
             containers[split] = {}
             for path, samples in zip(paths, pool.map(scan, paths), strict=True):
                 if isinstance(samples, str):
-                    left_out.append((split, str(root / path), samples))
+                    left_out.append(LeftOut("unreadable", split, str(root / path), samples))
                 else:
                     containers[split][path] = samples
                 if progress is not None:
                     progress("files" if form.packed else "folders", len(containers[split]), len(paths))
             if not containers[split]:
-                raise UserError(left_out[0][2])
+                raise UserError(left_out[0].why)
     lists = {split: list(by_path.values()) for split, by_path in containers.items()}
     try:
         classes, labels = resolve_labels(listing, lists)
     except UserError as error:
-        raise (UserError(left_out[0][2]) if left_out else error) from None  # a container left out may be the cause
-    left_out += [
-        (split, path, message) for split in SPLITS for samples in lists[split] for path, message in samples.ignored
-    ]
-    left_out += [
-        ("val" if path.startswith("val/") else "train", str(root / path), _describe_empty(root / path))
-        for path in listing.skipped
-    ]
+        raise (UserError(left_out[0].why) if left_out else error) from None  # a container left out may be the cause
+    left_out += _list_ignored(listing, lists)
     found = {split: _make_table(tuple(containers[split]), lists[split], labels[split]) for split in SPLITS}
     if isinstance(root, BucketPath):
         listed = replace(listing, paths={split: tuple(containers[split]) for split in SPLITS})
@@ -185,6 +188,21 @@ def list_samples(
         return {split: _make_bucket_files(root, index, split, max_image_bytes) for split in SPLITS}, classes, left_out
     files = {split: _make_files(kind, root, found[split], max_image_bytes) for split in SPLITS}
     return files, classes, left_out
+
+
+def _list_ignored(listing: Listing, samples: dict[str, list[ContainerSamples]]) -> list[LeftOut]:
+    """Return the entries that are no images, and the class folders without any."""
+    entries = [
+        LeftOut("unreadable", split, path, why)
+        for split in SPLITS
+        for container in samples[split]
+        for path, why in container.ignored
+    ]
+    folders = [(path, listing.root / path) for path in listing.skipped]
+    return entries + [
+        LeftOut("empty class", "val" if path.startswith("val/") else "train", str(full), _describe_empty(full))
+        for path, full in folders
+    ]
 
 
 def _describe_empty(path: Folder) -> str:

@@ -19,7 +19,8 @@ def check_unreadable(files: Files, split: str, data: recipe.Data) -> None:
             reason = str(error)
         raise UserError(
             f"{len(unreadable):,} of {len(files.table):,} {split} images cannot be read, and data.bad_share "
-            f"{data.bad_share:g} allows {allowed:,}; the first: {reason}; `podscale data check {data.path}` lists all"
+            f"{data.bad_share:g} allows {allowed:,}; the first: {reason}; `podscale data check {data.path}` lists all, "
+            "and a larger --data.bad_share tolerates them"
         )
 
 

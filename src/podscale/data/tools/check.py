@@ -4,7 +4,8 @@ The kinds of problems are:
 
 - `unreadable`: a class folder or a shard that cannot be scanned, of which nothing was checked; or an entry of a class
   folder that is named like an image but is no file, which every tool ignores;
-- `empty`, `corrupt`: no bytes, or bytes that no decoder turns into a whole image;
+- `empty class`, `one class`: a class folder without images, which is skipped; a data set with a single class;
+- `empty file`, `corrupt`: no bytes, or bytes that no decoder turns into a whole image;
 - `huge`: an image that takes more memory than allowed, or too many scans (`podscale.data.limits`);
 - `mislabelled`: the extension of the name does not match the format of the content;
 - `two labels`, `in both splits`, `twice`: the same bytes in two classes, in training and validation, or twice in one.
@@ -85,8 +86,11 @@ def check_data_set(
     """
     start, root = time.monotonic(), open_folder(path, "the data set")
     kind = catalog.detect_kind(root, kind)
-    splits, classes, unreadable = catalog.list_samples(kind, root, progress, max_image_bytes)
-    problems = [Problem("unreadable", split, container, why) for split, container, why in unreadable]
+    splits, classes, left_out = catalog.list_samples(kind, root, progress, max_image_bytes)
+    problems = [Problem(*part) for part in left_out]
+    if len(classes) == 1:
+        why = f"{path} holds images of one class only, {classes[0]}; a classifier needs at least two"
+        problems.append(Problem("one class", SPLITS[0], path, why))
     total, done, digests = sum(len(files.table) for files in splits.values()), 0, {}
     with ThreadPoolExecutor(threads or count_usable_cores(), "podscale-check") as pool:
         for split, files in splits.items():
@@ -150,7 +154,7 @@ def _read_sample(files: Files, sample: int, name: str) -> bytes:
 def _find_problem(data: bytes, name: str, max_bytes: int) -> tuple[str, str] | None:
     """Return kind and message of an image's problem, if it has one."""
     if not data:
-        return "empty", f"{name} has no bytes; replace or remove it"
+        return "empty file", f"{name} has no bytes; replace or remove it"
     try:
         decode.read_header(io.BytesIO(data), name, max_bytes)
         decode.decode_image(data, name, max_bytes)

@@ -34,6 +34,8 @@ from podscale.errors import UserError
 from podscale.storage.bucket_path import BucketPath
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+OTHER_FORMATS = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".tif", ".tiff")
+CONVERT = "convert them to .jpg or .png"
 LAYOUT = "train/CLASS/FILE and val/CLASS/FILE, or CLASS/FILE"
 VALIDATION_STRIDE = 5
 MAX_NAMES = 5  # of class folders in a message
@@ -113,6 +115,9 @@ def _explain_no_classes(root: Folder, folders: list[str]) -> UserError:
         if any(_has_images(root / name / inner) for inner in _list_folders(root / name)):
             return UserError(f"{root} holds no class folders with images, but {root / name} does; use that path")
     if folders:
+        others = sorted({found for name in folders for found in _list_other_formats(root / name)})
+        if others:
+            return UserError(f"the images of {root} are {' '.join(others)} files, which cannot be read; {CONVERT}")
         names = ", ".join(folders[:MAX_NAMES])
         return UserError(f"no class folder of {root} holds an image ({' '.join(EXTENSIONS)}): {names}")
     return UserError(f"{root} holds no class folders with images; it must hold {LAYOUT}")
@@ -140,6 +145,22 @@ def _has_images(folder: Folder) -> bool:
         raise UserError(f"cannot list the folder {folder}: {error.strerror}; check its permissions") from error
 
 
+def _list_other_formats(folder: Folder) -> list[str]:
+    """Return the extension of each file of an image format that cannot be read."""
+    names = (entry.name.lower() for entry in list_visible(folder))
+    return [extension for name in names if (extension := os.path.splitext(name)[1]) in OTHER_FORMATS]
+
+
+def _describe_other_formats(folder: Folder) -> list[tuple[str, str]]:
+    """Return the path of a class folder and a sentence on its files of other image formats, if there are any."""
+    found = _list_other_formats(folder)
+    if not found:
+        return []
+    count = "1 file" if len(found) == 1 else f"{len(found):,} files"
+    kinds = " ".join(sorted(set(found)))
+    return [(str(folder), f"{count} of class folder {folder} cannot be read and are ignored ({kinds}); {CONVERT}")]
+
+
 def scan(container: str | BucketContainer) -> ContainerSamples:
     """List the images of a class folder, sorted by name; their sizes are measured later."""
     path = container if isinstance(container, str) else container.path.key
@@ -149,6 +170,7 @@ def scan(container: str | BucketContainer) -> ContainerSamples:
     entries = [entry for entry in list_visible(folder) if entry.name.lower().endswith(EXTENSIONS)]
     names = sorted(entry.name for entry in entries if is_file(entry))
     others = sorted((entry.path, describe_entry(entry)) for entry in entries if not is_file(entry))
+    others += _describe_other_formats(folder)
     if split and len(names) < 2:
         raise UserError(
             f"class folder {folder} holds {len(names)} image; a class needs two, one to train on and one to validate on"
