@@ -229,6 +229,20 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert second == "podscale: ended at once; the same command resumes from the last checkpoint, if there is one"
 
 
+def test_ctrl_c_during_the_first_imports_is_one_sentence():
+    program = (
+        "import sys\n"
+        "from podscale.__main__ import run\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'podscale.recipe': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "run()\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "podscale: interrupted\n")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_process_whose_main_thread_is_busy_in_native_code_before_the_first_step(number, code):
     """One long call without a Python instruction in between, as compilation is."""
