@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -57,15 +58,14 @@ def _sample_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) ->
 def _initialize(
     sampler: Initializer, scale: float, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
 ) -> jax.Array:
-    chunks = -(-math.prod(shape) // _CHUNK)
-    return _scale(_sample(sampler, key, chunks), tuple(shape), scale).astype(dtype)
+    """Return scaled samples. Outside of a trace the host scales them, which needs no program for every shape."""
+    count = math.prod(shape)
+    samples = _sample(sampler, key, -(-count // _CHUNK))
+    if isinstance(samples, jax.core.Tracer):
+        return (samples[:count].reshape(shape) * scale).astype(dtype)
+    return jnp.asarray((np.asarray(samples)[:count].reshape(shape) * np.float32(scale)).astype(dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _sample(sampler: Initializer, key: jax.Array, chunks: int) -> jax.Array:
     return lax.map(lambda key: sampler(key, (_CHUNK,), jnp.float32), jax.random.split(key, chunks)).ravel()
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _scale(values: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
-    return values[: math.prod(shape)].reshape(shape) * scale

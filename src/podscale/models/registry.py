@@ -116,7 +116,8 @@ def build_model(config: recipe.Model, classes: int, image_size: int, seed: int |
     """
     if config.name not in MODELS:
         hint = suggest_names(config.name, MODELS)
-        raise UserError(f"there is no model {config.name!r}: {hint}; --import FILE.py loads your own")
+        hint = hint if hint.endswith("?") else f"{hint};"
+        raise UserError(f"there is no model {config.name!r}: {hint} --import FILE.py loads your own")
     if classes < 1:
         raise UserError(f"a model needs at least one class, not {classes}")
     if config.precision == "float64" and not jax.config.read("jax_enable_x64"):
