@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.processes import (
+    SETTINGS,
+    STEPS,
     assert_same_to_rounding,
     make_environment,
     start,
@@ -19,9 +21,6 @@ from support.processes import (
 from support.slurm import explain_missing, start_slurm
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = "digits --model.width 8 --model.precision float64 --train.epochs 2 --train.eval_epochs 1 --json".split()
-LONGER = [*SETTINGS, "--train.epochs", "3"]
-STEPS, LONGER_STEPS = 23, 34
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
 NO_MPI = "" if shutil.which("mpirun") else "needs Debian's openmpi-bin: there is no mpirun"
 NO_SLURM = explain_missing()
@@ -31,16 +30,10 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """A function that returns the run of one process with four devices."""
-    cache = {}
-
-    def train(settings):
-        if tuple(settings) not in cache:
-            folder = cache[tuple(settings)] = tmp_path_factory.mktemp("one") / "run"
-            train_in_process(folder, "2x2", settings)
-        return cache[tuple(settings)]
-
-    return train
+    """The run of one process with four devices."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train_in_process(folder, "2x2")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +50,7 @@ def test_mpirun_trains_the_same_as_one_process(tmp_path, one_process, processes)
     out, err = wait_for_success(start(command, PATH=PATH, MPIRUN=f"mpirun -n {processes} --oversubscribe", **AS_ROOT))
     assert json.loads(out)["steps"] == STEPS
     assert f"cpu, 2x2 torus, {processes} hosts" in err
-    assert_same_to_rounding(tmp_path / "run", one_process(SETTINGS))
+    assert_same_to_rounding(tmp_path / "run", one_process)
 
 
 @pytest.mark.processes(4)
@@ -69,7 +62,7 @@ def test_srun_trains_the_same_as_one_process(tmp_path, cluster, one_process, pro
     out, err = wait_for_success(start(command, PATH=PATH, **cluster.environment))
     assert json.loads(out)["steps"] == STEPS
     assert f"cpu, 2x2 torus, {processes} hosts" in err
-    assert_same_to_rounding(tmp_path / "run", one_process(SETTINGS))
+    assert_same_to_rounding(tmp_path / "run", one_process)
 
 
 @pytest.mark.slow
@@ -78,7 +71,7 @@ def test_srun_trains_the_same_as_one_process(tmp_path, cluster, one_process, pro
 def test_a_slurm_job_resumes_after_sigterm_and_after_a_requeue(tmp_path, cluster, one_process):
     """The example script: SIGTERM to its tasks, as before a time limit; `scontrol requeue`; then to the end."""
     run, log = tmp_path / "run", tmp_path / "job.log"
-    script = [ROOT / "examples" / "slurm.sh", *LONGER, "--run", run]
+    script = [ROOT / "examples" / "slurm.sh", *SETTINGS, "--run", run]
     options = ["-n", "4", "--overcommit", f"--output={log}"]
     job = cluster.submit(*options, *script, environment=make_environment(PATH=PATH))
     watched = _SlurmJob(cluster, job, log)
@@ -91,8 +84,8 @@ def test_a_slurm_job_resumes_after_sigterm_and_after_a_requeue(tmp_path, cluster
     output = log.read_text()
     assert "exit code 75: back to the queue (restart 1 of at most 50)" in output
     assert output.count("resuming after step") == 2
-    assert f'"steps": {LONGER_STEPS}' in output
-    assert_same_to_rounding(run, one_process(LONGER))
+    assert f'"steps": {STEPS}' in output
+    assert_same_to_rounding(run, one_process)
 
 
 class _SlurmJob:

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,12 +25,14 @@ SAME = 1e-9
 STEPS = 34
 PROGRAM = [sys.executable, "-m", "podscale"]
 TIMEOUT_S = 900
-# Programs that one process of this session has compiled, the next one loads.
-_programs = tempfile.TemporaryDirectory(prefix="podscale-programs-")
 
 
 def make_environment(**more):
-    cache = {"JAX_COMPILATION_CACHE_DIR": _programs.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    """Return the environment of a process: what one of them has compiled, the next one of the session loads.
+
+    Their programs are not among those of pytest's own processes: a process that a test kills may leave half a file.
+    """
+    cache = {"JAX_COMPILATION_CACHE_DIR": f"{os.environ['JAX_COMPILATION_CACHE_DIR']}-of-processes"}
     return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"} | cache | more
 
 
