@@ -134,10 +134,10 @@ def list_photos(root: Path, synsets: list[str]) -> tuple[list[Path], np.ndarray]
     folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
     if unknown := [folder.name for folder in folders if folder.name not in numbers]:
         raise SystemExit(f"{root}: {unknown[0]} is not the WordNet id of a class")
-    found = [(Path(file), numbers[folder.name]) for folder in folders for file in list_image_files([str(folder)])]
-    if not found:
+    photos = [(Path(file), numbers[folder.name]) for folder in folders for file in list_image_files([str(folder)])]
+    if not photos:
         raise SystemExit(f"{root} has no photos in folders named by WordNet id")
-    return [file for file, _ in found], np.array([number for _, number in found])
+    return [file for file, _ in photos], np.array([number for _, number in photos])
 
 
 def load_images(photos: list[Path]) -> np.ndarray:

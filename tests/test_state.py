@@ -43,30 +43,30 @@ def list_constants(path):
 
 
 def test_constants_are_immutable():
-    found = {}
+    names = {}
     for name, path in MODULES.items():
         if name.endswith("__main__"):
             continue
         module = importlib.import_module(f"podscale.{name}" if name != "__init__" else "podscale")
         changeable = {constant for constant in list_constants(path) if is_changeable(getattr(module, constant, None))}
         if changeable - {"__all__"}:
-            found[name] = changeable - {"__all__"}
-    assert found == OBJECTS
+            names[name] = changeable - {"__all__"}
+    assert names == OBJECTS
 
 
 def test_functions_assign_no_global_names_but_those_of_the_process_group():
-    found = {}
+    names = {}
     for name, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Global):
-                found.setdefault(name, set()).update(node.names)
-    assert found == GLOBALS
+                names.setdefault(name, set()).update(node.names)
+    assert names == GLOBALS
 
 
 def test_only_pure_functions_are_cached():
-    found = {}
+    names = {}
     for name, path in MODULES.items():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(d) for d in node.decorator_list):
-                found.setdefault(name, set()).add(node.name)
-    assert found == CACHED
+                names.setdefault(name, set()).add(node.name)
+    assert names == CACHED

@@ -246,7 +246,7 @@ class Plan:
                 "optimizer": self.memory.optimizer,
                 "input": self.memory.input_per_image * self.input_images,
                 "activations": self.memory.activations_per_image * self.micro_images,
-                "pictures": self.memory.images,
+                "images": self.memory.images,
                 "limit": self.pod.memory_bytes,
             },
         }

@@ -236,8 +236,8 @@ def find_pod(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
     if slices * rows * cols != chips:
         shapes = " or ".join(_list_shapes(chips // slices))
         each = f" in each of {slices} slices" if slices > 1 else ""
-        found = f"{chips // slices}{each}"
-        raise UserError(f"pod.shape {shape} needs {rows * cols} chips{each}, but there are {found}; try {shapes}")
+        present = f"{chips // slices}{each}"
+        raise UserError(f"pod.shape {shape} needs {rows * cols} chips{each}, but there are {present}; try {shapes}")
     return _lay_out(devices, slices * rows, cols, cores, slices)
 
 

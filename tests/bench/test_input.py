@@ -51,7 +51,7 @@ def measure(photos, *, changes=None, **settings):
 @pytest.mark.heavy
 def test_every_stage_crop_and_cache_has_a_rate(photos):
     result = measure(photos, threads=2)
-    assert (result["pictures"], result["threads"], result["image_size"]) == (24, 2, 32)
+    assert (result["images"], result["threads"], result["image_size"]) == (24, 2, 32)
     if decode.select_decoder() == "native":
         assert [row["stage"] for row in result["stages"]] == STAGES
     assert sum(row["share"] for row in result["stages"] if row["share"] is not None) == pytest.approx(1)

@@ -417,7 +417,7 @@ def read_losses(run):
 def test_prepared_photos_train_to_the_same_numbers(photos):
     before = read_contents(photos / "photos")
     result = run_json(photos, "data", "prepare", "photos", "prepared", "--json")
-    assert (result["pictures"], result["classes"], result["already"]) == ({"train": 8, "val": 4}, 2, False)
+    assert (result["images"], result["classes"], result["already"]) == ({"train": 8, "val": 4}, 2, False)
     assert result["prepared"] == "prepared"
     again = run_podscale(photos, "data", "prepare", "photos", "prepared")
     assert again.returncode == 0

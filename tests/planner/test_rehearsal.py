@@ -74,7 +74,7 @@ def test_unreadable_images_are_named(tmp_path):
     changes = {"data.source": "folder", "data.path": str(tmp_path), "data.lanes": 1, "batch.size": 16, "batch.span": 16}
     recipe = load_recipe("digits").override(changes | {"train.epochs": 1, "model.width": 8})
     result = rehearsal.rehearse(recipe, pods.make_pod(jax.devices()[:1], "1x1"), images=16)
-    assert result["decoded"]["pictures"] == 16
+    assert result["decoded"]["images"] == 16
     assert [str(bad) in reason for reason in result["decoded"]["unreadable"]] == [True]
 
 

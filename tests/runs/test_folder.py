@@ -262,8 +262,8 @@ def test_a_scan_reports_its_progress(terminal, monkeypatch):
     shown = io.StringIO()
     with counter.show_progress(Console(file=shown, force_terminal=terminal, width=100), "indexing") as tell:
         assert "indexing" not in shown.getvalue()
-        tell("pictures", 1200, 5000)
-    assert ("1200/5000" if terminal else "indexing pictures: 1,200 of 5,000\n") in shown.getvalue()
+        tell("images", 1200, 5000)
+    assert ("1200/5000" if terminal else "indexing images: 1,200 of 5,000\n") in shown.getvalue()
 
 
 def test_a_library_that_is_only_on_the_path_has_no_version(monkeypatch):

@@ -27,7 +27,7 @@ def run_json(folder, *arguments):
     done = run_podscale(folder, *arguments)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    result = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    result = json.loads(done.stdout, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
     assert isinstance(result, dict)
     assert done.stdout.count("\n") == 1
     return result

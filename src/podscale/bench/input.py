@@ -100,9 +100,9 @@ def measure_input(
     result = {
         "recipe": recipe.name,
         "path": recipe.data.path,
-        "pictures": len(crops["train"]),
-        "picture_bytes": float(index.count_encoded_bytes()[crops["train"].samples].mean()),
-        "picture_pixels": float(index.count_decoded_bytes()[crops["train"].samples].mean() / 3),
+        "images": len(crops["train"]),
+        "image_bytes": float(index.count_encoded_bytes()[crops["train"].samples].mean()),
+        "image_pixels": float(index.count_decoded_bytes()[crops["train"].samples].mean() / 3),
         "image_size": recipe.data.image_size,
         "decoder": decode.select_decoder(),
         "threads": threads,
@@ -272,19 +272,19 @@ def _measure_warm(crops: Crops, pool: Executor, threads: int) -> JsonObject:
     _time_passes(crops, pool)
     rounds = []
     for _ in range(ROUNDS):
-        one = _measure_rate(crops, None)
+        single = _measure_rate(crops, None)
         start, cpu_start = time.perf_counter(), time.process_time()
         all_ = _measure_rate(crops, pool)
         cores = (time.process_time() - cpu_start) / (time.perf_counter() - start)
-        rounds.append((one, all_, cores / min(threads, count_usable_cores())))
+        rounds.append((single, all_, cores / min(threads, count_usable_cores())))
     medians = [statistics.median(values) for values in zip(*rounds, strict=True)]
     return _make_row(medians[0], medians[1], threads, medians[2])
 
 
-def _make_row(one: float | None, all_: float | None, threads: int, cores_share: float | None = None) -> JsonObject:
+def _make_row(single: float | None, all_: float | None, threads: int, cores_share: float | None = None) -> JsonObject:
     """Return a row of rates; `cores_had` is the share of the cores that all threads together got."""
-    scaling = all_ / (threads * one) if one and all_ else None
-    return {"images_per_s_one": one, "images_per_s_all": all_, "scaling": scaling, "cores_had": cores_share}
+    scaling = all_ / (threads * single) if single and all_ else None
+    return {"images_per_s_one": single, "images_per_s_all": all_, "scaling": scaling, "cores_had": cores_share}
 
 
 def _measure_rate(crops: Crops, pool: Executor | None) -> float:

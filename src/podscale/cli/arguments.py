@@ -46,9 +46,9 @@ def read_pod(arguments: argparse.Namespace) -> "Pod":
     group.join(arguments.coordinator, arguments.processes, arguments.process, options.heartbeat_s)
     abort_message.install(*group.get_rank_and_size())
     clock.mark("join")
-    found = pod.find_pod(options.shape, options.virtual, options.cores)
+    devices = pod.find_pod(options.shape, options.virtual, options.cores)
     clock.mark("devices")
-    return found
+    return devices
 
 
 def collect_fields(arguments: argparse.Namespace, sections: Collection[str]) -> dict[str, str]:

@@ -72,13 +72,13 @@ def list_candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[s
     *before, last = words or [""]
     index = 0  # of the next positional argument
     open_option: argparse.Action | None = None  # an option whose value comes next
-    for word in before:
+    for argument in before:
         if open_option is not None:
             open_option = None
-        elif word.startswith("-"):
-            option = parser._option_string_actions.get(word.partition("=")[0])
-            open_option = option if option is not None and option.nargs != 0 and "=" not in word else None
-        elif (inner := _find_subparser(parser, word)) is not None:
+        elif argument.startswith("-"):
+            option = parser._option_string_actions.get(argument.partition("=")[0])
+            open_option = option if option is not None and option.nargs != 0 and "=" not in argument else None
+        elif (inner := _find_subparser(parser, argument)) is not None:
             parser, index = inner, 0
         else:
             index += 1
@@ -89,9 +89,9 @@ def list_candidates(parser: argparse.ArgumentParser, words: list[str]) -> list[s
     return _filter_by_prefix(_complete_positional(parser, index), last)
 
 
-def _find_subparser(parser: argparse.ArgumentParser, word: str) -> argparse.ArgumentParser | None:
+def _find_subparser(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser | None:
     commands = getattr(parser, "commands", None)
-    return commands.choices.get(word) if commands else None
+    return commands.choices.get(name) if commands else None
 
 
 def _complete_positional(parser: argparse.ArgumentParser, index: int) -> list[str]:

@@ -184,7 +184,7 @@ def _describe_values(dotted: str, kind: type) -> str:
 def show_recipe_defaults(parser: Parser, argv: list[str]) -> None:
     """Add the values of the recipe that a command line names to the help of the fields."""
     while parser.commands is not None:
-        name, argv = next((word for word in argv if word in parser.commands.choices), None), argv[1:]
+        name, argv = next((argument for argument in argv if argument in parser.commands.choices), None), argv[1:]
         if name is None:
             return
         parser = parser.commands.choices[name]
@@ -192,7 +192,7 @@ def show_recipe_defaults(parser: Parser, argv: list[str]) -> None:
     if default is None:
         return
     known = recipes.list_presets()
-    name = next((word for word in argv if word in known or word.endswith(".toml")), default)
+    name = next((argument for argument in argv if argument in known or argument.endswith(".toml")), default)
     try:
         recipe = recipes.load_recipe(name)
     except UserError:

@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(argv)
     options = [argument for argument in unknown if argument.startswith("--")]
     if options:
-        name, positional = options[0].partition("=")[0], [word for word in argv if not word.startswith("-")]
+        name, positional = options[0].partition("=")[0], [argument for argument in argv if not argument.startswith("-")]
         candidates = completion.list_candidates(parser, [*positional, "--"])
         raise UserError(f"there is no option {name} here: {suggest_names(name, candidates)}")
     if unknown:
@@ -64,13 +64,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def _check_commands(parser: Parser, argv: list[str]) -> None:
     """Suggest the nearest command for one that does not exist, at every level."""
-    for word in argv:
-        if parser.commands is None or word.startswith("-"):
+    for name in argv:
+        if parser.commands is None or name.startswith("-"):
             return
-        if word not in parser.commands.choices:
+        if name not in parser.commands.choices:
             known = parser.commands.choices
-            raise UserError(f"there is no command '{parser.prog} {word}': {suggest_names(word, known)}")
-        parser = parser.commands.choices[word]
+            raise UserError(f"there is no command '{parser.prog} {name}': {suggest_names(name, known)}")
+        parser = parser.commands.choices[name]
 
 
 def _check_launch_command(command: list[str]) -> None:

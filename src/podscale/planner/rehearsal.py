@@ -81,7 +81,7 @@ def rehearse(
         "examples_evaluated": len(evals) * plan.counts.val,
         "checkpoints": len(plan.save_points()),
         "checkpoint": _try_checkpoint(program),
-        "decoded": {"pictures": images, "seconds": decoding_s, "unreadable": bad},
+        "decoded": {"images": images, "seconds": decoding_s, "unreadable": bad},
     }
 
 
@@ -191,6 +191,6 @@ def format_rows(result: JsonObject) -> list[tuple[str, str]]:
         ),
         (
             "images",
-            f"{decoded['pictures']} decoded in {decoded['seconds']:.1f} s, {len(decoded['unreadable'])} unreadable",
+            f"{decoded['images']} decoded in {decoded['seconds']:.1f} s, {len(decoded['unreadable'])} unreadable",
         ),
     ]

@@ -21,10 +21,10 @@ def show_survey(survey: JsonObject, console: Console) -> None:
     for split, facts in survey["splits"].items():
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in facts["extensions"].items())
         sizes = ", ".join(f"{rank} {width} x {height}" for rank, (width, height) in facts["sizes"].items())
-        fewest, most = (f"{count:,}" for count in facts["pictures_per_class"].values())
+        fewest, most = (f"{count:,}" for count in facts["images_per_class"].values())
         each = fewest if fewest == most else f"{fewest} to {most}"
         rows += [
-            (split, f"{facts['pictures']:,} images, {each} per class, {format_bytes(facts['bytes'])}"),
+            (split, f"{facts['images']:,} images, {each} per class, {format_bytes(facts['bytes'])}"),
             ("", sizes),
             *([("", kinds)] if kinds else []),
         ]
@@ -82,7 +82,7 @@ def show_check(check: JsonObject, console: Console) -> None:
             (few, fewest), (many, most) = balance["fewest"], balance["most"]
             text = f"{split}: {most:,} images of {many}, but {fewest:,} of {few}"
             console.print(f"uneven classes in {text}", highlight=False, markup=False)
-    total, images = sum(check["pictures"].values()), check["pictures"].items()
+    total, images = sum(check["images"].values()), check["images"].items()
     rows = [
         ("checked", ", ".join(f"{count:,} {split}" for split, count in images)),
         ("problems", "none" if check["clean"] else f"{len(check['findings']):,}"),
@@ -93,7 +93,7 @@ def show_check(check: JsonObject, console: Console) -> None:
 
 def show_preparation(result: JsonObject, console: Console) -> None:
     """Print what was prepared, and how to train from it."""
-    images = ", ".join(f"{count:,} {split}" for split, count in result["pictures"].items())
+    images = ", ".join(f"{count:,} {split}" for split, count in result["images"].items())
     methods = [f"{count:,} {method}" for method, count in result["how"].items()]
     remaining = len(methods) - MAX_METHODS
     how = ", ".join(methods[:MAX_METHODS]) + (f", and {remaining} more kinds" if remaining > 0 else "")

@@ -38,8 +38,8 @@ def _print_line(console: Console, text: str) -> None:
 def _describe_images(result: JsonObject) -> str:
     size = result["image_size"]
     return (
-        f"{result['pictures']:,} images of {result['path']}, {result['picture_bytes'] / 1e3:,.0f} KB and "
-        f"{result['picture_pixels'] / 1e6:.2f} megapixels on average, to {size}x{size}; decoder: {result['decoder']}. "
+        f"{result['images']:,} images of {result['path']}, {result['image_bytes'] / 1e3:,.0f} KB and "
+        f"{result['image_pixels'] / 1e6:.2f} megapixels on average, to {size}x{size}; decoder: {result['decoder']}. "
         "Cold is as cold as the kernel lets it be: it was told to forget the files, which a disk may remember."
     )
 

@@ -29,11 +29,11 @@ def compute_scores(labels: NDArray[np.integer], predictions: NDArray[np.float32]
     predicted = predictions[:, 0].astype(np.int64)
     right = predicted == labels
     support = np.bincount(labels, minlength=classes)
-    found = np.bincount(labels[right], minlength=classes)
+    correct = np.bincount(labels[right], minlength=classes)
     chosen = np.bincount(predicted[predicted >= 0], minlength=classes)
-    precision = [_divide(found[c], chosen[c]) for c in range(classes)]
-    recall = [_divide(found[c], support[c]) for c in range(classes)]
-    f1 = [_divide(2 * found[c], support[c] + chosen[c]) for c in range(classes)]
+    precision = [_divide(correct[c], chosen[c]) for c in range(classes)]
+    recall = [_divide(correct[c], support[c]) for c in range(classes)]
+    f1 = [_divide(2 * correct[c], support[c] + chosen[c]) for c in range(classes)]
     known = [value for value in recall if value is not None]
     return {
         "majority_class": int(support.argmax()),

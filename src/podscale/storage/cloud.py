@@ -125,8 +125,8 @@ class CloudStore:
 
         deadline = time.monotonic() + self._retry_s
         while True:
-            data, size, found = self._call("get", where, get)
-            if etag and found and found != etag:
+            data, size, present = self._call("get", where, get)
+            if etag and present and present != etag:
                 raise ObjectChangedError(str(where))
             length = size if bounds is None else min(bounds[1], size) - bounds[0]
             if bounds is not None and size < bounds[1]:

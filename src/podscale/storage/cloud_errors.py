@@ -25,8 +25,7 @@ def translate_error(error: Exception, where: Location) -> Exception:
 
     name, result = str(where), error
     if isinstance(error, FileNotFoundError):
-        what = _describe_absence(str(error))
-        result = FileNotFoundError(errno.ENOENT, what, name)
+        result = FileNotFoundError(errno.ENOENT, _describe_absence(str(error)), name)
     elif isinstance(error, exceptions.AlreadyExistsError):
         result = FileExistsError(errno.EEXIST, "there is an object of this name already", name)
     elif isinstance(error, exceptions.PreconditionError | exceptions.NotModifiedError):
@@ -63,8 +62,7 @@ def _explain_failure(text: str, where: Location) -> OSError:
     if code in (401, 403):
         return PermissionError(errno.EACCES, _explain_refusal(text, where), str(where))
     if code == 404:
-        what = _describe_absence(text)
-        return FileNotFoundError(errno.ENOENT, what, str(where))
+        return FileNotFoundError(errno.ENOENT, _describe_absence(text), str(where))
     if code in (301, 307):
         return OSError(errno.EINVAL, "the bucket is in another region; set AWS_REGION", str(where))
     if code and code < 500 and code not in (408, 429):

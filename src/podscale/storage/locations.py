@@ -77,11 +77,11 @@ def parse_location(text: str | os.PathLike[str], option: str = "") -> Location:
     where = f"{option} " if option else ""
     if match is None:
         return Location("", "", text)
-    scheme, rest = match[1].lower(), match[2]
+    scheme, address = match[1].lower(), match[2]
     if scheme not in SCHEMES:
         kinds = ", ".join(f"{name}://" for name in SCHEMES[:3])
-        raise UserError(f"{where}{scheme}://{rest}: {scheme}:// is not supported; give a path, or {kinds}, ...")
-    bucket, _, key = rest.partition("/")
+        raise UserError(f"{where}{scheme}://{address}: {scheme}:// is not supported; give a path, or {kinds}, ...")
+    bucket, _, key = address.partition("/")
     if not bucket:
         raise UserError(f"{where}{text}: it names no bucket; write {scheme}://BUCKET/FOLDER")
     return Location(scheme, bucket, key.strip("/"))

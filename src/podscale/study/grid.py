@@ -104,7 +104,9 @@ def _build_cases(path: Path, tables: JsonObject, changes: JsonObject) -> Iterato
     bases = {name: _load_recipe(path, case) if "recipe" in case else base for name, case in named.items()}
     settings = {name: flatten_fields(case.get("set", {}), "set") for name, case in named.items()}
     overrides = _read_overrides(tables.get("at", []), grid, list(named))
-    if any(SEED in fields for fields in (common, grid, *settings.values(), *(one.settings for one in overrides))):
+    if any(
+        SEED in fields for fields in (common, grid, *settings.values(), *(override.settings for override in overrides))
+    ):
         raise UserError(f"a study's seeds are in `seeds`, not in {SEED}")
     combinations = list(itertools.islice(itertools.product(*grid.values()), MAX_CASES + 1))
     if len(combinations) * len(named) > MAX_CASES:

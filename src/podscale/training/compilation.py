@@ -45,7 +45,7 @@ def compile_train_step(program: Program, run: Run | None = None, options: Compil
     ranges = list_size_ranges(plan.recipe, plan.counts.train)
     batches = {r.size: steps.describe_call_arguments(plan, program.mesh, r.size)[:3] for r in ranges}
     lowered = {size: make_train_call(program).lower(state, *batch, *residents) for size, batch in batches.items()}
-    compiled = {size: compile_program(one, plan, run, options) for size, one in lowered.items()}
+    compiled = {size: compile_program(call, plan, run, options) for size, call in lowered.items()}
     (size, batch), *others = batches.items()
     if others:
         return lambda state, images, *more: compiled[images.shape[-2]](state, images, *more)

@@ -130,7 +130,7 @@ def test_the_commands_index_and_check_take_a_bucket(tmp_path, s3_server, bucket,
     _, url = upload("folder", tmp_path, s3_server, bucket)
     assert main(["data", "index", url, "--json"]) == 0
     survey = json.loads(capfd.readouterr().out)
-    assert (survey["source"], survey["splits"]["train"]["pictures"]) == ("folder", 12)
+    assert (survey["source"], survey["splits"]["train"]["images"]) == ("folder", 12)
     assert main(["data", "check", url, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["clean"]
 

@@ -41,7 +41,7 @@ def test_the_index_is_stored_and_follows_changes(photos):
     assert second["kept"]
     assert second["unsplit"]
     (photos / "cat" / "10.png").unlink()
-    assert survey_data_set(str(photos))["splits"]["val"]["pictures"] == 5
+    assert survey_data_set(str(photos))["splits"]["val"]["images"] == 5
 
 
 def test_refuses_a_class_with_a_single_image(photos):

@@ -155,7 +155,7 @@ def test_the_command_reports_problems_as_text_as_json_and_by_its_exit_code(photo
     assert main(["data", "check", str(photos), "--json"]) == 1
     summary = json.loads(capfd.readouterr().out)
     assert summary["counts"] == {"empty file": 1}
-    assert summary["pictures"] == {"train": 13, "val": 6}
+    assert summary["images"] == {"train": 13, "val": 6}
     assert main(["data", "check", str(photos / "nowhere")]) == 2
 
 

@@ -37,7 +37,7 @@ def test_every_kind_of_source_keeps_its_samples_and_their_order(tmp_path):
     for number, (kind, root) in enumerate(write_sources(tmp_path)):
         summary = prepare.prepare_data_set(root, tmp_path / f"to {number}", Settings())
         assert summary["source"] == kind
-        assert summary["pictures"] == {"train": 12, "val": 6}
+        assert summary["images"] == {"train": 12, "val": 6}
         assert_same_samples(open_data_set(tmp_path / f"to {number}"), open_data_set(root, kind))
 
 

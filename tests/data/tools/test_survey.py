@@ -14,11 +14,11 @@ def test_a_survey_counts_images_sizes_and_extensions(photos, tmp_path, monkeypat
     assert not summary["kept"]
     assert (summary["source"], summary["classes"]) == ("folder", ["ant", "bee é", "cat"])
     train = summary["splits"]["train"]
-    assert train["pictures"] == 10
+    assert train["images"] == 10
     assert train["bytes"] == sum(path.stat().st_size for path in (photos / "train").rglob("*.*"))
     assert train["sizes"] == {"smallest": [50, 60], "median": [120, 80], "largest": [140, 150]}
     assert train["extensions"] == {".jpg": 5, ".jpeg": 2, ".png": 2, ".webp": 1}
-    assert train["pictures_per_class"] == {"fewest": 3, "most": 4}
+    assert train["images_per_class"] == {"fewest": 3, "most": 4}
     second = survey_data_set(str(photos))
     assert second["kept"]
     assert second["splits"] == summary["splits"]
@@ -26,5 +26,5 @@ def test_a_survey_counts_images_sizes_and_extensions(photos, tmp_path, monkeypat
 
 def test_a_survey_of_samples_without_names(tmp_path):
     summary = survey_data_set(str(writers.write_tfrecord(tmp_path)))
-    assert summary["splits"]["val"]["pictures"] == 6
+    assert summary["splits"]["val"]["images"] == 6
     assert summary["splits"]["val"]["extensions"] == {}

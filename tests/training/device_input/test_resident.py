@@ -102,7 +102,7 @@ def test_resident_input_is_small_and_recorded_in_the_plan(tmp_path):
     assert 0 < summary["accuracy_s"] <= summary["train_s"]
     plan = Run.read_plan(tmp_path)
     assert plan["input"]["cache"] == {"train": "device", "val": "device"}
-    assert plan["bytes_per_device"]["pictures"] == 1797 * 8 * 8 * 3
+    assert plan["bytes_per_device"]["images"] == 1797 * 8 * 8 * 3
     assert plan["bytes_per_device"]["input"] == 3 * 64 * 16
 
 

@@ -137,7 +137,7 @@ def measure_decoding(folder: Path, size: int = 224) -> dict[str, float]:
             return len(samples) / seconds
 
         rates = {"one_core": measure_crops(1), "all_cores": measure_crops(cores)}
-        return rates | {"cores": cores, "picture_bytes": len(data)}
+        return rates | {"cores": cores, "image_bytes": len(data)}
 
 
 def _make_photo() -> bytes:

@@ -180,13 +180,13 @@ def list_samples(
     except UserError as error:
         raise (UserError(left_out[0].why) if left_out else error) from None  # a container left out may be the cause
     left_out += _list_ignored(listing, lists)
-    found = {split: _make_table(tuple(containers[split]), lists[split], labels[split]) for split in SPLITS}
+    tables = {split: _make_table(tuple(containers[split]), lists[split], labels[split]) for split in SPLITS}
     if isinstance(root, BucketPath):
         listed = replace(listing, paths={split: tuple(containers[split]) for split in SPLITS})
-        both = Tables(kind, listing.fingerprint, classes, **found)
+        both = Tables(kind, listing.fingerprint, classes, **tables)
         index = BucketIndex(both, list_etags(listed, both, form.packed), ())
         return {split: _make_bucket_files(root, index, split, max_image_bytes) for split in SPLITS}, classes, left_out
-    files = {split: _make_files(kind, root, found[split], max_image_bytes) for split in SPLITS}
+    files = {split: _make_files(kind, root, tables[split], max_image_bytes) for split in SPLITS}
     return files, classes, left_out
 
 
@@ -321,9 +321,9 @@ def scan_data_set(
             if progress is not None:
                 progress(unit, before + count, total)
 
-        found = containers.pop(split)
-        table = _make_table(listing.paths[split], found, labels[split])
-        if any(samples.sizes is None for samples in found):
+        scanned = containers.pop(split)
+        table = _make_table(listing.paths[split], scanned, labels[split])
+        if any(samples.sizes is None for samples in scanned):
             table = _measure_images(kind, listing, split, table, report, max_image_bytes)
         measured[split] = table
         done += len(table)

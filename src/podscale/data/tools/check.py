@@ -107,7 +107,7 @@ def check_data_set(
     return {
         "path": path,
         "source": kind,
-        "pictures": {split: len(files.table) for split, files in splits.items()},
+        "images": {split: len(files.table) for split, files in splits.items()},
         "clean": not problems,
         "counts": dict(Counter(problem.kind for problem in problems)),
         "findings": [problem._asdict() for problem in problems],

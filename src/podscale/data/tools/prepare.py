@@ -283,7 +283,7 @@ def _summarize(splits: Splits, kind: str, target: Target) -> JsonObject:
         "prepared": str(target.folder),
         "source": kind,
         "classes": len(splits.classes),
-        "pictures": {split: len(getattr(splits, split)) for split in SPLITS},
+        "images": {split: len(getattr(splits, split)) for split in SPLITS},
         "shards": len(shards),
         "bytes_in": bytes_in,
         "bytes_out": bytes_out,

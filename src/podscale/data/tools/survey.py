@@ -46,8 +46,8 @@ def survey_data_set(
             progress(unit, done, total)
 
     if kind not in IN_MEMORY_KINDS:
-        found = "" if kind or has_scheme(path) else _detect_in_memory_kind(Path(path))
-        kind = found or catalog.detect_kind(open_folder(path, "the data set"), kind)
+        in_memory = "" if kind or has_scheme(path) else _detect_in_memory_kind(Path(path))
+        kind = in_memory or catalog.detect_kind(open_folder(path, "the data set"), kind)
     data = replace_fields(
         recipe.Data(max_image_mib=max_image_mib), "data", {"source": kind, "path": path, "bad_share": 1.0}
     )
@@ -91,11 +91,11 @@ def _summarize_split(index: Index, classes: int) -> JsonObject:
     by_area = by_area[~np.isin(by_area, unreadable)] if len(unreadable) < len(index) else by_area
     ranks = {"smallest": 0, "median": (len(by_area) - 1) // 2, "largest": len(by_area) - 1}
     return {
-        "pictures": len(index),
+        "images": len(index),
         "bytes": int((index.count_decoded_bytes() if index.files is None else index.count_encoded_bytes()).sum()),
         "sizes": {rank: index.sizes[by_area[position]].tolist() for rank, position in ranks.items()},
         "extensions": count_extensions(index.files.table.names) if index.files is not None else {},
-        "pictures_per_class": {"fewest": int(per_class.min()), "most": int(per_class.max())},
+        "images_per_class": {"fewest": int(per_class.min()), "most": int(per_class.max())},
         "class_counts": per_class.tolist(),
         "unreadable": [index.name(sample) for sample in unreadable],
     }

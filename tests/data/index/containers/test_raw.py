@@ -157,7 +157,7 @@ def test_truncated_gzip_is_refused(tmp_path):
 def test_survey_counts_the_images_of_cifar_and_npz_files(cifar10, tmp_path_factory):
     folder, *_ = cifar10
     summary = survey_data_set(str(folder))
-    assert (summary["source"], summary["splits"]["train"]["pictures"]) == ("cifar", 25)
+    assert (summary["source"], summary["splits"]["train"]["images"]) == ("cifar", 25)
     assert summary["splits"]["train"]["class_counts"] == np.bincount(np.arange(25) % 10).tolist()
     path = tmp_path_factory.mktemp("npz") / "a.npz"
     np.savez(

@@ -115,7 +115,7 @@ def _explain_no_classes(root: Folder, folders: list[str]) -> UserError:
         if any(_has_images(root / name / inner) for inner in _list_folders(root / name)):
             return UserError(f"{root} holds no class folders with images, but {root / name} does; use that path")
     if folders:
-        others = sorted({found for name in folders for found in _list_other_formats(root / name)})
+        others = sorted({extension for name in folders for extension in _list_other_formats(root / name)})
         if others:
             return UserError(f"the images of {root} are {' '.join(others)} files, which cannot be read; {CONVERT}")
         names = ", ".join(folders[:MAX_NAMES])
@@ -153,11 +153,11 @@ def _list_other_formats(folder: Folder) -> list[str]:
 
 def _describe_other_formats(folder: Folder) -> list[tuple[str, str]]:
     """Return the path of a class folder and a sentence on its files of other image formats, if there are any."""
-    found = _list_other_formats(folder)
-    if not found:
+    extensions = _list_other_formats(folder)
+    if not extensions:
         return []
-    count = "1 file" if len(found) == 1 else f"{len(found):,} files"
-    kinds = " ".join(sorted(set(found)))
+    count = "1 file" if len(extensions) == 1 else f"{len(extensions):,} files"
+    kinds = " ".join(sorted(set(extensions)))
     return [(str(folder), f"{count} of class folder {folder} cannot be read and are ignored ({kinds}); {CONVERT}")]
 
 
