@@ -17,6 +17,7 @@ from support.command_line import run_json, run_podscale, run_refused
 from podscale import recipe as recipes
 from podscale.cli.main import main
 from podscale.cli.parser import make_parser
+from podscale.models.registry import list_models
 from podscale.recipe import list_presets
 
 COMMANDS = [
@@ -113,6 +114,16 @@ def test_the_help_of_training_starts_with_common_options_and_shows_the_recipes_o
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert "images per update, over the whole pod (default: 128)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_of_training_names_every_kind_of_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    words = " ".join(capsys.readouterr().out.split()).partition("--model.name TEXT ")[2].partition(" --")[0]
+    for name in list_models():
+        family, size = re.fullmatch(r"([a-z]+)_?([a-z]*\d*)", name).groups()
+        assert family in words
+        assert size in words or re.fullmatch(r"(b|lite)[1-4]", size), name  # those between the first and the last
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -321,6 +332,9 @@ MISTAKES = [
     (("plan", "--pod", "v3:0x2"), "ROWSxCOLUMNS"),
     (("plan", "--search", "v3:none"), "KIND or KIND:CHIPS"),
     (("plan", "digits", "--pod.virtual", "2x2", "--plot", "a.svg"), "--plot needs a kind of chip"),
+    (("plan", "--search", "v3", "--chip-hours", "many"), "argument --chip-hours: must be a number, not 'many'"),
+    (("study", "file.txt", "--seeds", "a,b"), "argument --seeds: must be whole numbers separated by commas"),
+    (("watch", "--port", "http"), "argument --port: must be a whole number, not 'http'"),
     (("eval",), "there is no run under runs"),
     (("bench", "step", "digits", "--images", "8", "--repeats", "0"), "repeats"),
     (("bench", "step", "digits", "--images", "8", "--evaluate", "--profile"), "leave out --evaluate"),

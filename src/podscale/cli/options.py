@@ -36,6 +36,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False, formatter_class=_Formatter)
+        self.register("type", int, _parse_whole_number)
+        self.register("type", float, _parse_number)
         self.commands: Commands | None = None
         self.fields: dict[str, argparse.Action] = {}
 
@@ -46,6 +48,20 @@ class Parser(argparse.ArgumentParser):
         """Return the object that subcommands are added to."""
         self.commands = self.add_subparsers(metavar=metavar, parser_class=Parser, title="commands")
         return self.commands
+
+
+def _parse_whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+
+
+def _parse_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it

@@ -236,7 +236,10 @@ def _add_completion(commands: Commands) -> None:
 
 
 def _add_plan(commands: Commands) -> None:
-    text, example = "print how a recipe maps onto a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
+    text, example = (
+        "predict time and memory of a recipe on a pod, also one that you do not have",
+        "plan resnet50-imagenet-32k --pod v3:32x32",
+    )
     plan = add_command(commands, "plan", plan_commands.run_plan, text, example=example, arguments="[RECIPE]")
     text = "a pod that need not exist, such as v3:32x32, or v5e:16x16*4 for four slices"
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help=text)
@@ -252,7 +255,7 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _add_rehearse(commands: Commands) -> None:
-    text = "go through a whole training without computing it"
+    text = "go through a whole training without computing anything"
     example = "rehearse resnet50-imagenet-32k --data.path IMAGENET"
     run = plan_commands.run_rehearse
     rehearse = add_command(commands, "rehearse", run, text, example=example, arguments="[RECIPE]")
@@ -277,7 +280,10 @@ def _add_study(commands: Commands) -> None:
 
 
 def _parse_numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers separated by commas, not {text!r}") from None
 
 
 # --- benchmarks ----------------------------------------------------------------------------------------------------

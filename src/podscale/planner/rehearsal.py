@@ -1,4 +1,4 @@
-"""Rehearse a whole training without computing it, to find mistakes before they cost a pod's time.
+"""Rehearse a whole training without computing anything, to find mistakes before they cost a pod's time.
 
 The data set is opened, the plan is made, the samples of every step are computed and counted, the learning rate is
 followed to the end, some images are decoded, and a checkpoint of full size is written, read back and deleted. The

@@ -13,7 +13,7 @@ class Data:
     source: Literal["digits", "folder", "npz", "tar", "tfrecord", "parquet", "cifar", "mnist"] = _field(
         "digits", "embedded digits, an image folder, an .npz file, a folder of shards, or CIFAR's or MNIST's own files"
     )
-    path: str = _field("", "the folder (train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
+    path: str = _field("", "the folder (CLASS/FILE, train/CLASS/FILE and val/CLASS/FILE, or shards) or the .npz file")
     image_size: int = _field(8, "side of the square image the model sees, in pixels")
     train_sizes: tuple[int, ...] = _field(
         (), "image sizes of successive phases of training (evaluation uses image_size); none: image_size"
@@ -50,7 +50,11 @@ class Data:
 class Model:
     """The network."""
 
-    name: str = _field("resnet8", "a name that `podscale.models.registry.list_models()` lists")
+    name: str = _field(
+        "resnet8",
+        "resnet8, 18, 34, 50, 101 or 152; vit_tiny, small or base; efficientnet_b0 to b5 or lite0 to lite4; "
+        "convnext_tiny, small or base; cifarnet; or your own",
+    )
     stem: Literal["conv7", "space_to_depth", "small"] = _field(
         "small", "ResNet stem: 7x7 with stride 2 and max-pool; the same function on 2x2 blocks; or 3x3 for small images"
     )
@@ -79,7 +83,9 @@ class Model:
     )
     remat: bool = _field(False, "recompute each layer in the backward pass instead of storing its activations")
     init: str = _field(
-        "", "initial weights: a run's folder, .safetensors, a torch state dict or hub:OWNER/NAME; required: give some"
+        "",
+        "initial weights: a run's folder, .safetensors, a torch state dict or hub:OWNER/NAME; "
+        "`required`: refuse to train without",
     )
     freeze: tuple[str, ...] = _field((), "layers that are not trained, such as layers.0; body: all but the head")
 
@@ -110,7 +116,9 @@ class Optimizer:
         False, "muon rescales every kernel to norm √outputs before each update, and does not rescale the update"
     )
     rest_momentum: float = _field(0.0, "momentum of the parameters that muon leaves to sgd; 0: the same")
-    epsilon: float = _field(0.0, "added to denominators (lars, adamw, rmsprop); 0: none, 1e-8, 1e-3")
+    epsilon: float = _field(
+        0.0, "added to denominators (lars, adamw, rmsprop); 0: their defaults, which are none, 1e-8 and 1e-3"
+    )
     second_moment: float = _field(0.999, "decay of the second moment of adamw and rmsprop")
     skip: tuple[str, ...] = _field(
         ("bias", "scale"), "parameters without weight decay and trust ratio, by the last part of their name"

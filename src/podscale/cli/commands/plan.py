@@ -84,7 +84,7 @@ def _draw_scaling(arguments: argparse.Namespace, recipe: Recipe) -> JsonObject:
 
 
 def run_rehearse(arguments: argparse.Namespace) -> Result:
-    """Walk through a training without computing it."""
+    """Go through a training without computing anything."""
     recipe = read_recipe(arguments)
     from podscale.planner import rehearsal
     from podscale.report import terminal
