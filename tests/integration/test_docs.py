@@ -208,7 +208,7 @@ def test_the_table_of_presets_equals_the_presets():
     expected = {}
     for name in recipes.list_presets():
         r = recipes.load_recipe(name)
-        peak = f"{r.schedule.peak:g}" + (f" a {r.schedule.scale_batch}" if r.schedule.scale_batch else "")
+        peak = f"{r.schedule.peak:g}" + (f" per {r.schedule.scale_batch}" if r.schedule.scale_batch else "")
         numbers = (r.schedule.warmup_epochs, r.optimizer.momentum, r.optimizer.weight_decay, r.train.epochs)
         cells = [r.model.name, r.batch.size, r.batch.span, r.data.lanes, r.optimizer.name, peak]
         expected[f"`{name}`"] = [*map(str, cells), *(f"{number:g}" for number in numbers)]
