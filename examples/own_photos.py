@@ -34,7 +34,7 @@ def make_photos(folder: Path) -> Path:
 
 def main(photos: Path) -> None:
     data_set = survey_data_set(str(photos))
-    print(f"{data_set['splits']['train']['pictures']} images to learn from, of {', '.join(data_set['classes'])}")
+    print(f"{data_set['splits']['train']['images']} images to learn from, of {', '.join(data_set['classes'])}")
 
     settings = {"data.path": str(photos), "data.image_size": 32, "model.name": "resnet8", "model.stem": "small"}
     settings |= {"model.width": 16, "model.precision": "float32", "batch.size": 20, "batch.span": 20}

@@ -36,7 +36,7 @@ PARTICIPLES = set(
     "shown spent taken told written".split()
 )
 NOT_PARTICIPLES = {"named", "embed", "feed", "need", "seed", "shared", "speed", "exceed", "proceed", "succeed"}
-QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"|bad-pictures-N")  # names of files, options and keys that keep theirs
+QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"")  # names of files, options and keys that keep theirs
 
 
 def split_words(name):

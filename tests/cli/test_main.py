@@ -487,7 +487,7 @@ def test_an_empty_class_and_a_broken_file_are_reported_and_training_goes_on(phot
     assert done.returncode == 0, done.stderr
     assert "warning: class folder photos/train/grey holds no images" in done.stdout
     assert "cannot read photos/train/dark/3.jpg" in done.stdout
-    assert "photos/train/dark/3.jpg" in (photos / "run" / "bad-pictures-0.txt").read_text()
+    assert "photos/train/dark/3.jpg" in (photos / "run" / "bad-images-0.txt").read_text()
 
 
 @pytest.mark.heavy

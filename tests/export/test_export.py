@@ -218,7 +218,7 @@ def test_torchvision_loads_the_state_dict_and_gives_the_same_logits():
 @pytest.mark.parametrize(
     ("to", "format_name", "message"),
     [
-        ("model.bin", "", r"the ending of .*model\.bin does not name a format; use \.safetensors, \.stablehlo, \.onnx"),
+        ("model.bin", "", r"the ending of .*model\.bin names no format; use \.safetensors, \.stablehlo, \.onnx"),
         ("model.bin", "onxx", "no format 'onxx' to export to: did you mean onnx?"),
         ("none/model.onnx", "", "cannot write .*: no folder .*none"),
         ("", "onnx", "it is a folder"),

@@ -59,7 +59,7 @@ def test_time_zones_and_locales_change_nothing(tmp_path, losses, environment):
 def test_a_run_folder_whose_name_is_not_utf_8_is_refused_by_a_sentence(tmp_path):
     done = train(tmp_path / os.fsdecode(b"r\xff\xe4n"))
     assert done.returncode == 2, done.stderr[-2000:]
-    assert b"has characters that cannot be written down" in done.stderr
+    assert b"has unprintable characters; choose another with --run" in done.stderr
     assert b"Traceback" not in done.stderr
 
 

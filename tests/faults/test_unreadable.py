@@ -199,7 +199,7 @@ def flip_bits(folder):
 def test_a_run_whose_checkpoints_are_all_damaged_starts_at_0_only_if_allowed(recipe, run, trained):
     for step in STEPS:
         flip_bits(run / "checkpoints" / str(step))
-    with pytest.raises(UserError, match=r"none is whole, and what was damaged lies in .*damaged; bring one back"):
+    with pytest.raises(UserError, match=r"none is intact, and the damaged ones are in .*damaged; bring one back"):
         train(recipe, run, console=QUIET)
     with pytest.raises(UserError, match="--from-scratch"):
         train(recipe, run, console=QUIET)
@@ -215,9 +215,10 @@ def test_a_checkpoint_with_broken_metadata_is_named_when_it_is_moved(recipe, run
     train(recipe, run, console=Console(width=300))
     output = capsys.readouterr().out
     aside = run / "damaged"
-    assert f"checkpoint 23 is damaged (its metadata is not valid JSON); it lies in {aside / '23'} now" in output
+    assert f"checkpoint 23 is damaged (its metadata is not valid JSON); it was moved to {aside / '23'}" in output
     assert (
-        f"checkpoint 20 is damaged (it was saved after step 12, not after step 20); it lies in {aside / '20'}" in output
+        f"checkpoint 20 is damaged (it was saved after step 12, not after step 20); it was moved to {aside / '20'}"
+        in output
     )
     assert "resuming after step 12" in output
     assert read_losses(run) == read_losses(trained)

@@ -66,7 +66,7 @@ def test_captions_of_mixed_images_name_both_classes():
 def test_validation_samples_are_drawn_as_evaluation_sees_them(tmp_path):
     recipe = recipes.load_recipe("digits")
     summary = samples.write_sheet(recipe, tmp_path / "val.png", "val", 5)
-    assert summary["told"] == "5 of 360 validation samples, as the model sees them"
+    assert summary["description"] == "5 of 360 validation samples, as the model sees them"
 
 
 @pytest.mark.parametrize(

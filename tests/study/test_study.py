@@ -136,7 +136,7 @@ def test_a_case_may_have_a_recipe_of_its_own(write_study):
         ("[[at]]\nset.train.epochs = 1", "has `grid` and `set`"),
         ("[[at]]\ngrid = 3\nset.train.epochs = 1", "is a table of recipe fields"),
         ("[[at]]\ngrid.batch.size = 64\nset.train.epochs = 1", "batch.size 64, which is not in its grid"),
-        (TINY + '[[at]]\ncase = "b"\ngrid.batch.size = 64\nset.train.epochs = 1', "the case 'b', which there is not"),
+        (TINY + '[[at]]\ncase = "b"\ngrid.batch.size = 64\nset.train.epochs = 1', "the case 'b', which does not exist"),
         (TINY + "[[at]]\ngrid.batch.size = 64\nset.batch.size = 128", "sets batch.size, which its grid varies"),
         (TINY + "[[at]]\ngrid.batch.size = 64\nset.train.seed = 1", "a study's seeds are in `seeds`"),
         (f"[grid]\nbatch.size = {[64] * 101}\ntrain.epochs = {[1] * 100}", "more than 10,000 cases"),

@@ -84,8 +84,8 @@ def test_what_is_no_manifest_is_refused(data):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"files": (FilePart("../secret", 60),)}, "is no name of a file"),
-        ({"files": (FilePart(".hidden", 60),)}, "is no name of a file"),
+        ({"files": (FilePart("../secret", 60),)}, "is not a valid file name"),
+        ({"files": (FilePart(".hidden", 60),)}, "is not a valid file name"),
         ({"files": (FilePart("arrays-0.bin", 61),)}, "different sizes"),
         ({"arrays": (ArraySpec("a", "float32", (-3, -5)),)}, "negative size"),
     ],
@@ -101,7 +101,7 @@ def test_types_that_are_not_numbers_are_refused(dtype):
     content["arrays"][0]["dtype"] = dtype
     del content["sha256"]
     content["sha256"] = formats._digest(content)
-    with pytest.raises(InvalidManifestError, match="is no type of numbers"):
+    with pytest.raises(InvalidManifestError, match="is not a numeric type"):
         Manifest.from_bytes(json.dumps(content).encode())
 
 

@@ -299,7 +299,7 @@ def test_a_run_starts_from_another_run_and_resumes_without_it(first, tmp_path, c
 
     content = source.read_bytes()
     source.write_bytes(content[:-4] + b"\0\0\0\1")
-    with pytest.raises(UserError, match=f"began otherwise .*had digest {note['digest']}, now "):
+    with pytest.raises(UserError, match=f"started differently .*had digest {note['digest']}, now "):
         train_from(folder, source)
     source.unlink()
     assert train_from(folder, source)["steps"] == 3  # it is not needed any more

@@ -91,7 +91,7 @@ def test_a_full_device_memory_is_reported_in_one_sentence(tmp_path):
     recipe = recipes.load_recipe("digits").override({"train.epochs": 1, "model.width": 4})
     pod, console = podscale.find_pod(virtual="1x1"), Console(quiet=True)
     with pytest.raises(
-        UserError, match=r"a device's memory is full \(40000000000000 bytes more .* --plan.micro_batches"
+        UserError, match=r"a device is out of memory \(40000000000000 bytes more .* --plan.micro_batches"
     ):
         podscale.train(recipe, pod=pod, folder=tmp_path / "run", console=console, callbacks=[allocate_too_much])
 

@@ -24,7 +24,7 @@ def parse_toml(text: str, title: str) -> JsonObject:
     {'batch': {'size': 128}}
     """
     if len(text) > MAX_TOML_BYTES:
-        raise UserError(f"{title} has {len(text):,} characters; it may have {MAX_TOML_BYTES:,}")
+        raise UserError(f"{title} has {len(text):,} characters; at most {MAX_TOML_BYTES:,} are allowed")
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MAX_DOTS:
             raise UserError(f"{title} has {line.count('.'):,} dots in line {number}; a line may have {MAX_DOTS}")

@@ -82,7 +82,7 @@ def _choose_format(path: Path, format: str) -> str:
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"cannot write {path}: " + ("it is a folder" if path.is_dir() else f"no folder {path.parent}"))
     if not format and path.suffix[1:] not in SUFFIXES:
-        raise UserError(f"the ending of {path} does not name a format; use .{', .'.join(SUFFIXES)}, or say --format")
+        raise UserError(f"the ending of {path} names no format; use .{', .'.join(SUFFIXES)}, or give one with --format")
     format_name = format or path.suffix[1:]
     if format_name not in _WRITERS:
         raise UserError(f"there is no format {format_name!r} to export to: {suggest_names(format_name, _WRITERS)}")

@@ -64,7 +64,12 @@ def write_sheet(
         draw_sheet(pixels, captions).save(path, "png")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another file with --to") from None
-    return {"file": str(path), "told": f"{description}, as the model sees them", "images": count, "captions": captions}
+    return {
+        "file": str(path),
+        "description": f"{description}, as the model sees them",
+        "images": count,
+        "captions": captions,
+    }
 
 
 def load_training_samples(recipe: Recipe, data: Splits, step: int, count: int) -> tuple[NDArray[np.uint8], NDArray]:

@@ -134,5 +134,5 @@ class Introduction:
     def _read(self, key: str) -> str:
         value = self._store.await_value(key, TIMEOUT_S)
         if value is None:
-            raise CollectiveFailedError(f"another process has not come as far as {key} within {TIMEOUT_S:.0f} s")
+            raise CollectiveFailedError(f"another process did not reach {key} within {TIMEOUT_S:.0f} s")
         return value

@@ -89,7 +89,7 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
                 return signals.code  # the main process has said so
             if signals.explain(ending):
                 advice = "; the same command resumes from the last checkpoint, if there is one"
-                _report(f"stopped as asked{advice if command[0] == 'train' else ''}")
+                _report(f"stopped as requested{advice if command[0] == 'train' else ''}")
                 return signals.code
             again = left > 0 and ending.code not in FINAL_CODES and not signals.received
             _report(f"{ending.describe()}{f'; starting again ({restarts - left + 1} of {restarts})' if again else ''}")

@@ -40,7 +40,7 @@ def _describe_images(result: JsonObject) -> str:
     return (
         f"{result['images']:,} images of {result['path']}, {result['image_bytes'] / 1e3:,.0f} KB and "
         f"{result['image_pixels'] / 1e6:.2f} megapixels on average, to {size}x{size}; decoder: {result['decoder']}. "
-        "Cold is as cold as the kernel lets it be: it was told to forget the files, which a disk may remember."
+        "Cold: after the kernel was asked to drop the files from its cache; disks may still cache them."
     )
 
 

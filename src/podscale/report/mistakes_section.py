@@ -34,7 +34,7 @@ def render_bad_images(reasons: list[str]) -> str:
     """Return a list of the images that could not be read."""
     if not reasons:
         return "<p>All images could be read.</p>"
-    more = f"<p>And {len(reasons) - MAX_BAD_IMAGES:,} more: see bad-pictures-*.txt in the run's folder.</p>"
+    more = f"<p>And {len(reasons) - MAX_BAD_IMAGES:,} more: see bad-images-*.txt in the run's folder.</p>"
     items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons[:MAX_BAD_IMAGES])
     effect = "In training each is replaced by another; in evaluation it counts as wrong."
     text = f'<p>{len(reasons):,} could not be read. {effect}</p><ul class="bad">{items}</ul>'

@@ -192,7 +192,7 @@ class BucketRunLock:
     def __exit__(self, kind: type | None, *error: object) -> None:
         """Send the last changes, and release the lock."""
         try:
-            self._bucket.push("*" if self._lock.generation else "bad-pictures-*.txt")
+            self._bucket.push("*" if self._lock.generation else "bad-images-*.txt")
         except OSError as problem:
             if kind is None:
                 raise UserError(f"cannot write to {self._bucket.location}: {problem.strerror or problem}") from None

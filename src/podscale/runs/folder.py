@@ -8,7 +8,7 @@
     init.json       the initial weights, if they came from a file or a run
     ledger.json     seconds per phase         findings.json   which classes are mistaken, with example images
     lock            the process that trains it
-    bad-pictures-N.txt  images that process N could not read, if any
+    bad-images-N.txt    images that process N could not read, if any
     left-out.json   batches that are skipped, if the run diverged
     undone/         checkpoints that the run rolled back behind then
     diverged/       diagnostics of a run for which that did not help
@@ -87,7 +87,9 @@ class Run:
                 raise UserError(f"--allow-changed takes {', '.join(CHANGES)}, not {kind!r}")
         require_local(folder, "--run")
         if not str(folder).isprintable():
-            raise UserError(f"the run folder's name {str(folder)!r} has characters that cannot be written down")
+            raise UserError(
+                f"the run folder's name {str(folder)!r} has unprintable characters; choose another with --run"
+            )
         _require_working_folder(folder)
         if folder.exists() and not folder.is_dir():
             raise UserError(f"the run folder {folder} is a file; choose another with --run")
@@ -126,7 +128,7 @@ class Run:
         before = read_json(folder / "init.json")
         if before is not None and digest not in ("", before["digest"]):
             change = f"its weights {before['source']} had digest {before['digest']}, now {digest}"
-            raise UserError(f"{folder} holds a run that began otherwise ({change}); {_suggest_options('recipe')}")
+            raise UserError(f"{folder} holds a run that started differently ({change}); {_suggest_options('recipe')}")
 
     @classmethod
     def create(
@@ -217,7 +219,7 @@ class Run:
 
     def get_bad_images_path(self, process: int) -> Path:
         """Return the file in which a process lists the images that it could not read."""
-        return self.folder / f"bad-pictures-{process}.txt"
+        return self.folder / f"bad-images-{process}.txt"
 
     @property
     def programs(self) -> Path:
@@ -272,7 +274,7 @@ class Run:
 
     def read_bad_images(self) -> list[str]:
         """Return all processes' messages about images that they could not read, without repetitions."""
-        files = sorted(self.folder.glob("bad-pictures-*.txt"))
+        files = sorted(self.folder.glob("bad-images-*.txt"))
         return list(dict.fromkeys(message for file in files for message in read_lines(file)))
 
 

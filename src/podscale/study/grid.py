@@ -167,7 +167,7 @@ def _read_overrides(tables: Json, grid: dict[str, list[Json]], names: list[str])
             raise UserError("a study's [[at]] has `grid` and `set`, and perhaps a `case`, and nothing else")
         case, at = table.get("case", ""), flatten_fields(table["grid"], "grid")
         if case and case not in names:
-            raise UserError(f"a study's [[at]] is for the case {case!r}, which there is not")
+            raise UserError(f"a study's [[at]] is for the case {case!r}, which does not exist")
         lists = {field: value if isinstance(value, list) else [value] for field, value in at.items()}
         for field, values in lists.items():
             for value in values:

@@ -211,7 +211,7 @@ class Checkpoints:
         def check() -> None:
             if self._store.read_record() is not None:
                 where = self._folder.with_name(DAMAGED)
-                raise self._store.make_lost_error(f"none is whole, and what was damaged lies in {where}")
+                raise self._store.make_lost_error(f"none is intact, and the damaged ones are in {where}")
 
         run_on_main_process(check)
 

@@ -131,7 +131,7 @@ class Manifest:
         )
         for part in files:
             if not _FILE_NAME.fullmatch(part.name):
-                raise ValueError(f"{part.name!r} is no name of a file")
+                raise ValueError(f"{part.name!r} is not a valid file name")
         if any(size < 0 for spec in arrays for size in spec.shape):
             raise ValueError("an array has a negative size")
         if sum(part.size for part in files) != sum(spec.size for spec in arrays):
@@ -162,7 +162,7 @@ def get_itemsize(dtype: str) -> int:
     except TypeError:
         known = np.dtype("O")
     if not (jnp.issubdtype(known, np.number) or known == np.bool_):
-        raise ValueError(f"{dtype!r} is no type of numbers")
+        raise ValueError(f"{dtype!r} is not a numeric type")
     return int(known.itemsize)
 
 

@@ -24,6 +24,6 @@ def explain_out_of_memory() -> Iterator[None]:
             raise
         request = re.search(r"allocat\w+ ([\d.]+ ?\w+)", message)
         raise UserError(
-            f"a device's memory is full{f' ({request[1]} more were wanted)' if request else ''}: with a higher "
-            "--plan.micro_batches training needs less and learns the same; other programs may be on the device, too"
+            f"a device is out of memory{f' ({request[1]} more requested)' if request else ''}: a higher "
+            "--plan.micro_batches needs less and gives the same training; check that no other program uses the device"
         ) from error

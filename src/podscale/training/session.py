@@ -228,7 +228,7 @@ def resume(
         UserError: all checkpoints are damaged, or the newest one cannot be read now.
     """
     for step, aside in checkpoints.moved.items():
-        warn(console, f"checkpoint {step} is damaged ({checkpoints.reasons[step]}); it lies in {aside} now")
+        warn(console, f"checkpoint {step} is damaged ({checkpoints.reasons[step]}); it was moved to {aside}")
     while (newest := checkpoints.newest()) is not None:
         state, problem = None, ""
         try:
@@ -239,7 +239,7 @@ def resume(
             console.print(f"resuming after step {newest:,}", highlight=False)
             return state, newest
         aside = checkpoints.move_aside(newest)
-        warn(console, f"checkpoint {newest} is damaged ({problem}); it lies in {aside} now")
+        warn(console, f"checkpoint {newest} is damaged ({problem}); it was moved to {aside}")
     if not settings.from_scratch:
         checkpoints.check_nothing_lost()
     checkpoints.forget()

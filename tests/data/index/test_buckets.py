@@ -159,7 +159,7 @@ def test_a_data_set_whose_upload_was_cut_off_is_refused(tmp_path, s3_server, buc
     target = f"s3://{bucket}/prepared"
     fault = proxy.inject(Fault("status", status=403, times=-1, method="PUT", path="val-00000.tar"))
     assert main(["data", "prepare", url, target]) == 2
-    with pytest.raises(UserError, match="prepared only in part"):
+    with pytest.raises(UserError, match="is only partly prepared"):
         open_data_set(target)
     fault.times = fault.hits
     assert main(["data", "prepare", url, target]) == 0

@@ -86,7 +86,7 @@ def test_a_partly_prepared_data_set_is_refused(photos, tmp_path, monkeypatch):
         lambda root: survey_data_set(str(root)),
         lambda root: prepare.prepare_data_set(root, tmp_path / "on", Settings()),
     ):
-        with pytest.raises(UserError, match="is prepared only in part; run `podscale data prepare` again"):
+        with pytest.raises(UserError, match="is only partly prepared; run `podscale data prepare` again"):
             open_partial(tmp_path / "to")
     prepare.prepare_data_set(photos, tmp_path / "to", Settings())
     assert len(open_data_set(tmp_path / "to").train) == 10
@@ -155,6 +155,6 @@ def test_a_full_disk_is_reported_in_one_sentence_and_complete_files_stay(many, u
     assert done.returncode == 2
     assert done.stderr == (
         "podscale: cannot write to/train-00000.tar: File too large; "
-        "fix this and give the same command again, which goes on from there\n"
+        "fix this and run the same command again to continue\n"
     )
     assert sorted(os.listdir(tmp_path / "to")) == ["classes.txt", "prepare.json"]

@@ -47,7 +47,7 @@ def run_show(arguments: argparse.Namespace) -> Result:
         result = samples.write_sheet(
             recipe, Path(arguments.to), arguments.split, arguments.images, arguments.step, progress=progress
         )
-    console.print(f"{result['file']}: {result['told']}", highlight=False, markup=False)
+    console.print(f"{result['file']}: {result['description']}", highlight=False, markup=False)
     return Result(result)
 
 

@@ -226,9 +226,7 @@ def _check_complete(root: Folder) -> None:
     except OSError as error:
         raise UserError(f"cannot read {root / JOURNAL_FILE}: {error.strerror}; remove it if it is not yours") from None
     if isinstance(content, dict) and content.get("finished") is False:
-        raise UserError(
-            f"{root} is prepared only in part; run `podscale data prepare` again, which continues where it stopped"
-        )
+        raise UserError(f"{root} is only partly prepared; run `podscale data prepare` again to finish it")
 
 
 def store_beside(

@@ -108,5 +108,5 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror}; fix this and give the same command again, which goes on from there"
+            f"cannot write {path}: {error.strerror}; fix this and run the same command again to continue"
         ) from error

@@ -89,7 +89,7 @@ def test_pickled_cifar_is_refused_without_unpickling(tmp_path):
 def test_damaged_cifar_is_refused(cifar10):
     folder, *_ = cifar10
     (folder / "data_batch_2.bin").write_bytes(b"x" * 3072)
-    assert "data_batch_2.bin has 3072 bytes, no whole number of records of 3073" in get_refusal("cifar", folder)
+    assert "data_batch_2.bin has 3072 bytes, not a multiple of the 3073 of a record" in get_refusal("cifar", folder)
     (folder / "data_batch_2.bin").write_bytes(bytes([10]) + bytes(3072))
     assert "has label 10, which CIFAR does not have" in get_refusal("cifar", folder)
     (folder / "data_batch_2.bin").unlink()

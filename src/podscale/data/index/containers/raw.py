@@ -84,7 +84,7 @@ def _read_records(path: Path, length: int) -> NDArray[np.uint8]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; download it again") from error
     if not len(data) or len(data) % length:
-        raise UserError(f"{path} has {len(data)} bytes, no whole number of records of {length}; download it again")
+        raise UserError(f"{path} has {len(data)} bytes, not a multiple of the {length} of a record; download it again")
     return data.reshape(-1, length)
 
 
