@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from podscale.data.random import Stream, compute_philox, draw_permutation, draw_uint32, draw_uniform
+from podscale.data.random import (
+    _BUCKET,
+    Stream,
+    argsort_random,
+    compute_philox,
+    draw_permutation,
+    draw_uint32,
+    draw_uniform,
+)
 from podscale.errors import UserError
 
 VECTORS = [
@@ -67,3 +75,17 @@ def test_permutations_are_uniform():
 def test_seeds_beyond_64_bits_are_refused():
     with pytest.raises(UserError, match=r"train\.seed must be at least 0 and below 2\*\*64"):
         draw_uint32(2**64, Stream.ORDER, 0)
+
+
+@pytest.mark.parametrize("n", [_BUCKET - 1, _BUCKET, 3 * _BUCKET + 1])
+def test_a_long_permutation_equals_one_plain_sort_of_the_same_numbers(n):
+    pairs = draw_uint32(3, Stream.ORDER, 1, 2, np.arange((n + 1) // 2)).astype(np.uint64)
+    numbers = (pairs[:, ::2] << np.uint64(32) | pairs[:, 1::2]).ravel()[:n]
+    expected = np.argsort(numbers, kind="stable")
+    np.testing.assert_array_equal(draw_permutation(3, Stream.ORDER, n, 1, 2), expected)
+
+
+def test_equal_numbers_stay_in_order_in_every_bucket():
+    numbers = np.random.default_rng(0).integers(0, 2**64, 2 * _BUCKET, np.uint64)
+    numbers[::3] = numbers[1]
+    np.testing.assert_array_equal(argsort_random(numbers), np.argsort(numbers, kind="stable"))

@@ -95,8 +95,9 @@ def list_train_samples(plan: Plan, sharding: NamedSharding) -> NDArray[np.int64]
     lanes = plan.recipe.data.lanes
     positions = _compute_positions(plan, Blocks(sharding, plan.batch_shape, axis=2))
     local_lanes = np.unique(positions // (plan.recipe.batch.size // lanes))
-    samples = np.arange(plan.counts.train)
-    return samples[np.isin(samples % lanes, local_lanes)]
+    rounds = np.arange(0, plan.counts.train, lanes)  # one sample of every lane each, in order
+    samples = (rounds[:, None] + local_lanes).ravel()
+    return samples[: np.searchsorted(samples, plan.counts.train)]
 
 
 def list_eval_samples(count: int, sharding: NamedSharding, images_per_device: int) -> NDArray[np.int64]:

@@ -22,6 +22,8 @@ from podscale.errors import UserError
 # Passes of neighboring lanes drift apart by one sample per pass; with this many samples per lane, the drift is at most
 # a 500th of a pass in each pass.
 MIN_SAMPLES_PER_LANE = 500
+MAX_SAMPLES = 2**31 - 1  # a sample's number is 32 bits of a counter, and signed in a permutation
+SMALL = 2**20  # samples of which more passes are kept in memory than a batch usually needs
 ATTEMPTS = 10
 
 
@@ -44,8 +46,8 @@ class Order:
     def __post_init__(self) -> None:
         check_lanes(self.samples, self.lanes, self.batch)
 
-        # Two passes of every lane: a batch lies in one or two of them, and 8 bytes per sample are cheap.
-        @functools.lru_cache(maxsize=2 * self.lanes + 2)
+        # Two passes of every lane, 8 bytes per sample: a batch of a large data set lies in one or two of them.
+        @functools.lru_cache(maxsize=2 * self.lanes + (2 if self.samples < SMALL else 0))
         def lane_permutation(lane: int, lane_pass: int) -> NDArray[np.int32]:
             return draw_permutation(seed, Stream.ORDER, (samples - lane + lanes - 1) // lanes, lane, lane_pass)
 
@@ -99,6 +101,8 @@ def check_lanes(samples: int, lanes: int, batch: int) -> None:
     """
     if samples < 1:
         raise UserError("there are no training images to order; check data.path")
+    if samples > MAX_SAMPLES:
+        raise UserError(f"{samples:,} training images are more than can be ordered, {MAX_SAMPLES:,}; use fewer")
     if batch % lanes:
         hint = suggest_numbers(lanes, list_divisors(batch))
         raise UserError(f"data.lanes {lanes} does not divide batch.size {batch}; {hint}")

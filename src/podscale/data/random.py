@@ -21,6 +21,9 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_BLOCK = 1 << 14  # counters that are computed at once: their arrays stay in the processor's cache
+_BUCKET = 1 << 17  # numbers that are sorted at once
+_PARTS = 64  # into which numbers are divided to be distributed over buckets
 
 
 class Stream(enum.IntEnum):
@@ -42,6 +45,13 @@ def compute_philox(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArra
     >>> [f"{value:08x}" for value in compute_philox((0, 0), np.zeros((1, 4), np.uint32))[0]]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
+    out = np.empty((len(counters), 4), np.uint32)
+    for start in range(0, len(counters), _BLOCK):
+        out[start : start + _BLOCK] = _compute_block(key, counters[start : start + _BLOCK])
+    return out
+
+
+def _compute_block(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArray[np.uint64]:
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -53,7 +63,7 @@ def compute_philox(key: tuple[int, int], counters: NDArray[np.uint32]) -> NDArra
             product0 & _LOW,
         )
         k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+    return np.stack([c0, c1, c2, c3], axis=1)
 
 
 def draw_uint32(seed: int, stream: Stream, *counters: ArrayLike) -> NDArray[np.uint32]:
@@ -93,6 +103,50 @@ def draw_permutation(seed: int, stream: Stream, n: int, *counters: int) -> NDArr
     [2, 0, 1, 4, 3]
     """
     scalars = [np.uint32(counter) for counter in counters] + [np.uint32(0)] * (2 - len(counters))
-    pairs = draw_uint32(seed, stream, *scalars, np.arange((n + 1) // 2, dtype=np.uint32)).astype(np.uint64)
-    numbers = np.stack([pairs[:, 0] << _HALF | pairs[:, 1], pairs[:, 2] << _HALF | pairs[:, 3]], axis=1).ravel()[:n]
-    return np.argsort(numbers, kind="stable").astype(np.int32)
+    numbers = np.empty(n + n % 2, np.uint64)
+    for start in range(0, n, 2 * _BLOCK):
+        stop = min(start + 2 * _BLOCK, len(numbers))
+        pairs = draw_uint32(seed, stream, *scalars, np.arange(start // 2, stop // 2, dtype=np.uint32))
+        high, low = pairs[:, ::2].astype(np.uint64), pairs[:, 1::2]
+        numbers[start:stop] = (high << _HALF | low).ravel()
+    return argsort_random(numbers[:n])
+
+
+def argsort_random(numbers: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """Return the stable order of evenly distributed 64-bit numbers, in time and memory that grow linearly.
+
+    A sort's time per number grows with their number. So numbers are distributed first over buckets by their highest
+    bits, and each bucket, of a size that does not grow, is sorted.
+
+    >>> argsort_random(np.array([2**63, 5, 5], np.uint64)).tolist()
+    [1, 2, 0]
+    """
+    bits = min((len(numbers) // _BUCKET).bit_length(), 16)
+    if not bits:
+        return np.argsort(numbers, kind="stable").astype(np.int32)
+    order, ends = _distribute(numbers, bits)
+    for first, last in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+        bucket = order[first:last]
+        order[first:last] = bucket[np.argsort(numbers[bucket], kind="stable")]
+    return order
+
+
+def _distribute(numbers: NDArray[np.uint64], bits: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the places of numbers by their highest bits, else ascending, and where each group of equal bits ends."""
+    shift, part = np.uint64(64 - bits), max(_BUCKET, -(-len(numbers) // _PARTS))
+    starts = range(0, len(numbers), part)
+    counts = np.array([np.bincount(_take_high(numbers[at : at + part], shift), minlength=1 << bits) for at in starts])
+    ends = np.cumsum(counts.sum(axis=0))
+    firsts = ends - counts[::-1].cumsum(axis=0)[::-1]  # of each part in each group
+    order = np.empty(len(numbers), np.int32)
+    for at, first, count in zip(starts, firsts.tolist(), counts.tolist(), strict=True):
+        places = np.argsort(_take_high(numbers[at : at + part], shift), kind="stable") + at  # a radix sort of 16 bits
+        taken = 0
+        for start, length in zip(first, count, strict=True):
+            order[start : start + length] = places[taken : taken + length]
+            taken += length
+    return order, ends
+
+
+def _take_high(numbers: NDArray[np.uint64], shift: np.uint64) -> NDArray[np.uint16]:
+    return (numbers >> shift).astype(np.uint16)

@@ -40,6 +40,7 @@ from podscale.training.initial_weights import InitialWeights
 from podscale.training.memory import estimate_memory
 from podscale.training.program import Program, Weights
 
+SAMPLES_AT_ONCE = 2**20  # whose bytes are counted at once
 FIT_IMAGES = 5000  # training images that a model's `fit_parameters` gets at most
 
 
@@ -288,8 +289,9 @@ def cache_images(program: Program) -> Program:
 
 
 def _cache_split(index: Index, samples: NDArray[np.int64], option: str, limit: int, passes: float) -> Index:
-    encoded = cache.compute_cache_bytes(index.count_encoded_bytes()[samples])
-    decoded = cache.compute_cache_bytes(index.count_decoded_bytes()[samples])
+    parts = np.array_split(samples, 1 + len(samples) // SAMPLES_AT_ONCE)
+    encoded = sum(cache.compute_cache_bytes(index.count_encoded_bytes(part)) for part in parts)
+    decoded = sum(cache.compute_cache_bytes(index.count_decoded_bytes(part)) for part in parts)
     kind = cache.choose_kind(option, encoded, decoded, limit, passes)
     return index.with_cache(kind, samples) if kind else index
 

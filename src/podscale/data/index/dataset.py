@@ -28,7 +28,7 @@ from podscale.data.index.containers import raw
 from podscale.data.index.containers.container import MAX_CLASSES
 from podscale.data.index.unreadable import check_unreadable
 from podscale.data.limits import MAX_IMAGE_BYTES
-from podscale.data.random import Stream, draw_uint32
+from podscale.data.random import Stream, argsort_random, draw_uint32
 from podscale.errors import UserError
 from podscale.processes.host import measure_usable_memory
 from podscale.storage.files import open_regular
@@ -144,13 +144,13 @@ class Index:
             cache.put(sample, load(sample))
         return cache
 
-    def count_encoded_bytes(self) -> NDArray[np.int64]:
-        """Return the size of each encoded image in bytes."""
-        return self._get_files().table.lengths
+    def count_encoded_bytes(self, samples: NDArray[np.integer] | slice = slice(None)) -> NDArray[np.int64]:
+        """Return the size of each encoded image in bytes, or of each of these."""
+        return self._get_files().table.lengths[samples]
 
-    def count_decoded_bytes(self) -> NDArray[np.int64]:
-        """Return the size of each decoded image in bytes."""
-        return 3 * self.sizes.astype(np.int64).prod(axis=1)
+    def count_decoded_bytes(self, samples: NDArray[np.integer] | slice = slice(None)) -> NDArray[np.int64]:
+        """Return the size of each decoded image in bytes, or of each of these."""
+        return 3 * self.sizes[samples].astype(np.int64).prod(axis=1)
 
     def _get_files(self) -> Files:
         if self.files is None:
@@ -234,7 +234,7 @@ def split_hold_out(train: Index, share: float) -> tuple[Index, Index]:
     count, numbers = round(share * len(train)), draw_uint32(0, Stream.HOLD_OUT, np.arange(len(train)))[:, 0]
     if not 0 < count < len(train):
         raise UserError(f"data.hold_out {share} of {len(train)} training images is {count}; nothing would be left")
-    shuffled = np.argsort(numbers, kind="stable")
+    shuffled = argsort_random(numbers.astype(np.uint64) << np.uint64(32))
     return train.select(np.sort(shuffled[count:])), train.select(np.sort(shuffled[:count]))
 
 
@@ -261,7 +261,8 @@ def _open_files(data: recipe.Data, progress: Progress | None, share: Share | Non
 
 def _make_file_index(files: Files) -> Index:
     # An image without a size is found unreadable when it is read; until then any size will do.
-    return Index(files.table.labels, np.maximum(files.table.sizes, 1), files=files)
+    sizes = files.table.sizes
+    return Index(files.table.labels, np.maximum(sizes, 1) if len(sizes) and not sizes.min() else sizes, files=files)
 
 
 def _resolve_path(path: str, kind: str) -> Path:
