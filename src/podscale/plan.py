@@ -265,8 +265,8 @@ def make_tiled_groups(pod: Pod, images: int) -> Groups:
 
 def count_lanes_per_host(plan: Plan) -> int:
     """Return the most lanes that one host reads; neighbours share a lane if hosts do not divide the lanes."""
-    lanes, hosts = plan.recipe.data.lanes, plan.pod.hosts  # host h reads lanes from h*K/H up to (h+1)*K/H
-    return max(-(-(h + 1) * lanes // hosts) - h * lanes // hosts for h in range(hosts))
+    lanes, hosts = Fraction(plan.recipe.data.lanes, plan.pod.hosts).as_integer_ratio()
+    return -(-(lanes + hosts - 1) // hosts)  # from h*K/H to (h+1)*K/H, which at worst starts just before a lane ends
 
 
 # --- making a plan -------------------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ class Heartbeat:
         self._barriers = 0
         self.beat_s = min(BEAT_S, heartbeat_s / 10)
         self._suspect_s = max(SUSPECT_BEATS * self.beat_s, SUSPECT_SHARE * heartbeat_s)
-        self._last_signs = {number: ("", time.monotonic()) for number in range(processes)}
+        watched = range(processes if process == 0 else 0)  # the main process alone watches
+        self._last_signs = {number: ("", time.monotonic()) for number in watched}
         self._beats = self._silent_beats = 0
         self._next_beat = time.monotonic()
         self._group_exit: GroupExit | None = None

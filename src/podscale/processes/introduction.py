@@ -79,19 +79,21 @@ class Introduction:
         if self._process == 0:
             self._store.set_new(CHALLENGE, secrets.token_hex(32))
         challenge = self._read(CHALLENGE)
-        tokens = [make_token(secret, challenge, number, self._processes) for number in range(self._processes)]
+
+        def make_own_token(number: int) -> str:
+            return make_token(secret, challenge, number, self._processes)
 
         def find_stranger(values: list[dict[str, str]]) -> str:
             for number, value in enumerate(values):
-                if not hmac.compare_digest(value["token"], tokens[number]):
+                if not hmac.compare_digest(value["token"], make_own_token(number)):
                     return (
                         f"process {number} on {value['host']} did not show the token of this job; a stranger took its "
                         f"number, or {SECRET} is not the same for all processes"
                     )
             return ""
 
-        main = self._exchange({"token": tokens[self._process]}, find_stranger)
-        if not hmac.compare_digest(main["token"], tokens[0]):
+        main = self._exchange({"token": make_own_token(self._process)}, find_stranger)
+        if not hmac.compare_digest(main["token"], make_own_token(0)):
             raise UserError(find_stranger([main]))
 
     def check_same(self, values: dict[str, str], advice: str) -> None:
