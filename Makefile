@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-quick test-slow chaos asan-native check docs bench clean
+.PHONY: train test test-quick test-slow chaos asan-native check docs wheels bare image bench clean
 
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
@@ -38,6 +38,17 @@ check: $(VENV)/.installed-dev ## format, lint, types
 
 docs: $(VENV)/.installed-dev ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict --site-dir build/site
+
+wheels: ## the source archive and wheels for Linux in dist, twice: the same bytes
+	$(PYTHON) packaging/build_wheels.py --out dist --twice
+
+bare: ## install the wheel into a bare system and train there (needs root and debootstrap)
+	packaging/bare_system.sh dist
+
+STAGE ?= cpu
+
+image: ## a container image on a base that debootstrap makes (needs root and buildah): make image STAGE=cuda
+	packaging/build_image.sh $(STAGE) dist
 
 bench: $(VENV)/.installed ## the training step on this machine
 	$(BIN)/podscale bench step
