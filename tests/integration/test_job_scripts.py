@@ -11,6 +11,7 @@ import yaml
 from podscale.cli import arguments as cli_arguments
 from podscale.cli import main, parser
 from podscale.processes import schedulers
+from podscale.storage.locations import parse_location
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
@@ -85,12 +86,28 @@ def test_all_tpu_machines_run_the_same_command(machine):
     assert (getattr(arguments, "data.path"), arguments.run) == ("/mnt/a b", "/mnt/run")
 
 
-def test_the_jobset_sets_all_variables_that_its_pods_need():
-    jobset = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())
+def test_all_tpu_machines_use_the_same_bucket(machine):
+    variables = {"TPU": "t", "ZONE": "z", "BUCKET": "gs://my bucket", "NAME": "two"}
+    _, (call,) = machine("tpu-bucket.sh", "digits", "--train.epochs", "3", programs={"gcloud": 0}, **variables)
+    assert call[call.index("--worker") + 1] == "all"
+    arguments = parse_command(shlex.split(call[call.index("--command") + 1]))
+    assert (getattr(arguments, "data.path"), arguments.run) == ("gs://my bucket/imagenet", "gs://my bucket/runs/two")
+    assert getattr(arguments, "train.epochs") == "3"
+
+
+def read_jobset(name):
+    """Return the JobSet, its job, and the job's container."""
+    jobset = yaml.safe_load((EXAMPLES / name).read_text())
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    parse_command(container["command"])
+    return jobset, job, container
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "jobset-bucket.yaml"])
+def test_the_jobset_sets_all_variables_that_its_pods_need(name):
+    jobset, job, container = read_jobset(name)
+    parse_command(container["command"] + container.get("args", []))
     variables = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert "PODSCALE_JOB_SECRET" in variables
     assert int(variables["JAX_NUM_PROCESSES"]) == job["parallelism"] == job["completions"] > 1
@@ -100,3 +117,14 @@ def test_the_jobset_sets_all_variables_that_its_pods_need():
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [main.USER_ERROR, main.DIVERGED])
     assert rule["onExitCodes"]["containerName"] == container["name"]
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
+def test_the_jobset_of_a_bucket_shares_no_volume():
+    _, job, container = read_jobset("jobset-bucket.yaml")
+    arguments = parse_command(container["command"] + container["args"])
+    assert all(parse_location(url).scheme == "s3" for url in (getattr(arguments, "data.path"), arguments.run))
+    template = job["template"]["spec"]
+    assert all(set(volume) == {"name", "emptyDir"} for volume in template["volumes"])
+    assert template["serviceAccountName"]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert variables["XDG_CACHE_HOME"] in {mount["mountPath"] for mount in container["volumeMounts"]}
