@@ -99,3 +99,26 @@ def container(azure_server, monkeypatch):
     make_container(azure_server, name)
     use_azure(monkeypatch, azure_server)
     return name
+
+
+@pytest.fixture(scope="session")
+def ceph_server():
+    """The address of Ceph's S3 gateway, the same for all tests of this process."""
+    from support.ceph import find_missing, serve_ceph
+
+    if reason := find_missing():
+        pytest.skip(reason)
+    with serve_ceph() as address:
+        yield address
+
+
+@pytest.fixture
+def ceph_bucket(ceph_server, monkeypatch):
+    """The name of a new bucket in Ceph; the environment points at its gateway."""
+    from support.buckets import use_store
+    from support.ceph import make_bucket
+
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    make_bucket(ceph_server, name)
+    use_store(monkeypatch, ceph_server)
+    return name

@@ -72,10 +72,11 @@ def assert_same(url, folder):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.fixture(params=["s3", "az"])
+@pytest.fixture(params=["s3", "az", pytest.param("ceph", marks=pytest.mark.slow)])
 def url(request):
-    name = request.getfixturevalue({"s3": "bucket", "az": "container"}[request.param])
-    return f"{request.param}://{name}/runs/one"
+    scheme = {"ceph": "s3"}.get(request.param, request.param)
+    name = request.getfixturevalue({"s3": "bucket", "az": "container", "ceph": "ceph_bucket"}[request.param])
+    return f"{scheme}://{name}/runs/one"
 
 
 @pytest.mark.heavy

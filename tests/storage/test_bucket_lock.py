@@ -12,14 +12,15 @@ from podscale.storage.bucket_lock import LOCK, BucketLock
 from podscale.storage.open import open_store
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.slow)])
 def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_lock, "BEAT_S", 0.1)
     monkeypatch.setattr(bucket_lock, "LEASE_S", 2.0)
     monkeypatch.setattr(bucket_lock, "LOOK_S", 0.02)
-    return open_store(
-        tmp_path / "root" if request.param == "local" else f"s3://{request.getfixturevalue('bucket')}/run"
-    )
+    if request.param == "local":
+        return open_store(tmp_path / "root")
+    name = {"s3": "bucket", "ceph": "ceph_bucket"}[request.param]
+    return open_store(f"s3://{request.getfixturevalue(name)}/run")
 
 
 def test_a_second_owner_is_refused_while_the_first_lives_and_named(store):

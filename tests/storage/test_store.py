@@ -16,13 +16,14 @@ from podscale.storage.store import ObjectChangedError, make_token
 NAMES = ["a.jpg", "my cat.jpg", "50% off#1?.jpg", "größe+=&.txt", "deep/er/x.y.z"]
 
 
-@pytest.fixture(params=["local", "s3", "az"])
+@pytest.fixture(params=["local", "s3", "az", pytest.param("ceph", marks=pytest.mark.slow)])
 def store(request, tmp_path):
     if request.param == "local":
         return open_store(tmp_path / "root")
     if request.param == "az":
         return open_store(f"az://{request.getfixturevalue('container')}/some/folder")
-    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/folder")
+    name = {"s3": "bucket", "ceph": "ceph_bucket"}[request.param]
+    return open_store(f"s3://{request.getfixturevalue(name)}/some/folder")
 
 
 def test_what_is_written_is_read_in_whole_and_in_ranges(store):
