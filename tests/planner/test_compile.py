@@ -142,13 +142,13 @@ def test_the_whole_step_compiles_for_nodes_of_gpus():
 
 
 def test_an_answers_key_depends_on_all_its_inputs(monkeypatch):
-    base = (RESNET, "v3:32x32", Options(), True)
+    base = (RESNET, "v3:32x32", Options(), {})
     keys = {
         answer_cache.make_key(*base),
         answer_cache.make_key(recipes.override_recipe(RESNET, {"train.epochs": 1}), *base[1:]),
         answer_cache.make_key(RESNET, "v3:16x32", *base[2:]),
-        answer_cache.make_key(*base[:2], Options(payload="bfloat16"), True),
-        answer_cache.make_key(*base[:3], False),
+        answer_cache.make_key(*base[:2], Options(payload="bfloat16"), {}),
+        answer_cache.make_key(*base[:3], {"compile": False}),
     }
     monkeypatch.setattr(answer_cache, "_list_versions", lambda: {"jax": "another"})
     keys.add(answer_cache.make_key(*base))

@@ -32,6 +32,7 @@ from podscale.cli.options import (
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.recipe import SECTIONS
+from podscale.storage.prices import READ_USD
 
 # --- parsing -------------------------------------------------------------------------------------------------------
 
@@ -220,7 +221,7 @@ def _add_watch(commands: Commands) -> None:
 def _add_doctor(commands: Commands) -> None:
     text = "measure this machine in under a minute, and name what will limit a run"
     doctor = add_command(commands, "doctor", bench_commands.run_doctor, text, example="doctor --path /data")
-    text = "folder on the disk to measure; nothing is left in it (default: the current folder)"
+    text = "folder on the disk, or in the bucket, to measure; nothing is left in it (default: the current folder)"
     doctor.add_argument("--path", default=".", metavar="DIR", type=expand_path, help=text)
     add_machine_options(doctor)
 
@@ -249,6 +250,8 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument("--published", nargs="?", const="known", default="", choices=parts, metavar="HALF", help=text)
     plan.add_argument("--search", metavar="KIND[:CHIPS]", default="", help="find the pods that train fastest")
     plan.add_argument("--chip-hours", type=float, default=0.0, metavar="H", help="with --search: the budget")
+    text = "price of a million reads, if the data is in a bucket (default: 0.4, as of S3 in us-east-1)"
+    plan.add_argument("--read-price", type=float, default=READ_USD, metavar="USD", help=text)
     text = "plot how the recipe scales on this kind of chip"
     plan.add_argument("--plot", metavar="FILE.svg", default="", type=expand_path, help=text)
     add_recipe_options(plan, "digits")

@@ -20,9 +20,9 @@ from podscale.storage.user_cache import get_user_cache
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax")
 
 
-def make_key(recipe: Recipe, pod: str, options: Options, compiles: bool) -> str:
-    """Return the cache key of an answer."""
-    parts = [recipe.name, recipe.to_dict(), pod, asdict(options), compiles, _list_versions(), _hash_code()]
+def make_key(recipe: Recipe, pod: str, options: Options, extra: JsonObject) -> str:
+    """Return the cache key of an answer; `extra` has what else it depends on."""
+    parts = [recipe.name, recipe.to_dict(), pod, asdict(options), extra, _list_versions(), _hash_code()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -6,15 +6,19 @@ from typing import NamedTuple
 
 from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
+from podscale.data.index.bucket_index import has_stored_index
+from podscale.data.index.dataset import Splits
 from podscale.errors import UserError
-from podscale.forecast import chips, model
+from podscale.forecast import bucket, chips, model
 from podscale.forecast.compute import Work, count_work
 from podscale.plan import Plan
 from podscale.planner import compile, described_devices, plot, published, search
 from podscale.pod import Pod
 from podscale.recipe import Recipe
 from podscale.storage.files import write_atomically
+from podscale.storage.locations import has_scheme, parse_location
 from podscale.storage.paths import require_local
+from podscale.storage.prices import READ_USD
 from podscale.training import setup
 
 
@@ -25,7 +29,9 @@ class Answer(NamedTuple):
     values: JsonObject
 
 
-def plan_on_pod(recipe: Recipe, pod: Pod, options: Options, compiles: bool = True) -> Answer:
+def plan_on_pod(
+    recipe: Recipe, pod: Pod, options: Options, compiles: bool = True, read_usd: float = READ_USD
+) -> Answer:
     """Plan a recipe on a pod, predict its times, and compile it where there is a compiler for a pod not available.
 
     Args:
@@ -33,18 +39,34 @@ def plan_on_pod(recipe: Recipe, pod: Pod, options: Options, compiles: bool = Tru
         pod: where; it need not be available.
         options: machine options.
         compiles: whether to compile the training step for a pod that is not available.
+        read_usd: price of a million reads of a bucket, if the data is in one.
     """
-    plan = setup.plan_recipe(recipe, pod, options)
+    splits = setup.open_uncounted(recipe.data)
+    plan = setup.plan_counts(recipe, pod, options, setup.count_samples(recipe.data, splits))
     work = count_work(recipe.override({"model.remat": plan.options.remat == "on"}), plan.counts.classes)
-    rows, values = plan.rows(), plan.to_dict() | {"recipe": recipe.name}
+    rows, values, images_per_s = plan.rows(), plan.to_dict() | {"recipe": recipe.name}, 0.0
     if chips.find_chip(pod.kind) is not None:
         forecast = model.make_forecast(plan, work)
         rows += model.format_rows(forecast)
         values["forecast"] = model.to_dict(forecast)
+        images_per_s = recipe.batch.size / forecast.device_s
+    if has_scheme(recipe.data.path):
+        load = bucket.BucketLoad(plan, _describe_bucket(recipe, splits), images_per_s)
+        rows += bucket.format_rows(load, read_usd)
+        values["bucket"] = bucket.to_dict(load, read_usd)
     if compiles and not pod.is_present:
         compiler_rows, values["compiled"] = _compile(plan)
         rows += compiler_rows
     return Answer(rows, values)
+
+
+def _describe_bucket(recipe: Recipe, splits: Splits | None) -> bucket.Contents:
+    """Return what a data set in a bucket consists of; by the recipe's counts alone if these made the plan."""
+    data = recipe.data
+    parse_location(data.path, "data.path")
+    if splits is None:
+        return bucket.Contents(data.source, data.train_samples, data.val_samples)
+    return bucket.describe_contents(data.source, splits, has_index=has_stored_index(data.path))
 
 
 def _compile(plan: Plan) -> tuple[list[tuple[str, str]], JsonObject]:

@@ -32,7 +32,7 @@ from podscale.parallel.summation import Summation
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
-from podscale.recipe import Recipe, check_any_size
+from podscale.recipe import Data, Recipe, check_any_size
 from podscale.runs.startup import clock as start_clock
 from podscale.training import initial_weights
 from podscale.training.device_input import resident
@@ -176,13 +176,25 @@ def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
         >>> plan.pod.size, plan.counts.train, plan.micro_batches
         (4, 1437, 1)
     """
-    data = recipe.data
-    if data.train_samples and data.val_samples and data.classes:
-        counts = Counts(data.train_samples, data.val_samples, data.classes)
-    else:
-        splits = open_index(data)
-        counts = Counts(len(splits.train), len(splits.val), len(splits.classes))
-    check_lanes(counts.train, data.lanes, recipe.batch.size)
+    splits = open_uncounted(recipe.data)
+    return plan_counts(recipe, pod, options, count_samples(recipe.data, splits))
+
+
+def open_uncounted(data: Data) -> Splits | None:
+    """Return the indexes of a data set, unless the recipe gives all its counts."""
+    return None if data.train_samples and data.val_samples and data.classes else open_index(data)
+
+
+def count_samples(data: Data, splits: Splits | None) -> Counts:
+    """Return the counts of a data set: of its indexes, or as the recipe gives them."""
+    if splits is None:
+        return Counts(data.train_samples, data.val_samples, data.classes)
+    return Counts(len(splits.train), len(splits.val), len(splits.classes))
+
+
+def plan_counts(recipe: Recipe, pod: Pod, options: Options, counts: Counts) -> Plan:
+    """Return the plan of a recipe on a pod for a data set of these counts; see `plan_recipe`."""
+    check_lanes(counts.train, recipe.data.lanes, recipe.batch.size)
     return resolve(recipe, pod, counts, options, _describe_model(recipe, counts.classes)).plan
 
 

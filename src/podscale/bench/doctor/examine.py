@@ -6,26 +6,30 @@ from pathlib import Path
 
 import jax
 
-from podscale.bench.doctor import compatibility, rates, verdict
+from podscale.bench.doctor import bucket, compatibility, rates, verdict
 from podscale.config.json_types import Json, JsonObject
 from podscale.data import decode
 from podscale.errors import UserError
 from podscale.pod import Pod
 from podscale.runs import environment
 from podscale.runs.environment import list_library_versions
+from podscale.storage.locations import parse_location
 
 
-def examine_machine(pod: Pod, folder: Path = Path(), report: Callable[[str], object] = lambda part: None) -> JsonObject:
+def examine_machine(pod: Pod, path: str | Path = "", report: Callable[[str], object] = lambda part: None) -> JsonObject:
     """Measure what this machine can do, and find its bottleneck.
 
     Args:
         pod: the devices to measure.
-        folder: where temporary files are written, to measure its disk.
+        path: where temporary files are written, to measure its disk; or a folder in a bucket, which is read, while the
+            disk is that of the current folder.
         report: is called with the name of each part before it is measured.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder, or the bucket cannot be read.
     """
+    location = parse_location(path, "--path")
+    folder = Path(location.key if location.is_local else "")
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; name one that data or runs will be in with --path")
     start = time.perf_counter()
@@ -49,6 +53,8 @@ def examine_machine(pod: Pod, folder: Path = Path(), report: Callable[[str], obj
         "disk": lambda: rates.measure_disk(folder),
         "problems": lambda: compatibility.find_problems(local_devices[0].platform, folder),
     }
+    if not location.is_local:
+        parts = {"bucket": lambda: bucket.measure_bucket(location), **parts}
     for name, measure in parts.items():
         report(name)
         result[name] = measure()
@@ -94,6 +100,7 @@ def format_rows(result: JsonObject) -> list[tuple[str, str]]:
             "disk",
             f"{disk['read_bytes_per_s'] / 1e6:,.0f} MB/s read, {disk['write_bytes_per_s'] / 1e6:,.0f} MB/s written",
         ),
+        *(bucket.format_rows(result["bucket"]) if "bucket" in result else []),
         ("versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items())),
         *[("look at" if i == 0 else "", problem) for i, problem in enumerate(result["problems"])],
         (

@@ -7,10 +7,10 @@ the roofline of the model's work: arithmetic and memory bandwidth.
 from types import MappingProxyType
 
 from podscale.config.json_types import JsonObject
+from podscale.forecast.bucket import IMAGE_BYTES
 from podscale.forecast.compute import RESNET50
 
 IMAGES = 256  # per device and step: the gradients are summed once for all of them
-PHOTO_BYTES = 110_000  # of an ImageNet photo
 ADVICE = MappingProxyType(
     {
         "devices": "use more or faster devices, a smaller model or smaller images (data.image_size)",
@@ -18,6 +18,8 @@ ADVICE = MappingProxyType(
         "decoding": "run `podscale data prepare` on the data, keep it decoded in memory (plan.cache), or use more "
         "cores",
         "disk": "keep the data on a faster disk, or in memory (plan.cache)",
+        "bucket": "let the disk cache hold the data after the first epoch, run `podscale data prepare` on it, use more "
+        "hosts, or put the bucket into the region of the machines",
         "feeding": "see whether other programs use the bus, or whether memory cannot be pinned",
     }
 )
@@ -31,9 +33,11 @@ def compute_limits(result: JsonObject) -> dict[str, float]:
     limits = {
         "devices": compute * (1 if shared else devices),
         "decoding": result["decoding"]["all_cores"],
-        "disk": result["disk"]["read_bytes_per_s"] / PHOTO_BYTES,
+        "disk": result["disk"]["read_bytes_per_s"] / IMAGE_BYTES,
         "feeding": device["feed_bytes_per_s"] / (224 * 224 * 3),
     }
+    if "bucket" in result:
+        limits["bucket"] = result["bucket"]["bytes_per_s"] / IMAGE_BYTES
     slowest = min((link["bytes_per_s"] for link in result["links"].values()), default=0.0)
     if slowest:
         limits["links"] = IMAGES * devices * slowest / (2 * 4 * RESNET50.parameters)
@@ -56,6 +60,6 @@ def format_verdict(limits: dict[str, float], problems: list[str]) -> str:
         return f"What holds a run back here: {idle}."
     first, second = sorted(limits, key=lambda part: limits[part])[:2]
     verb = "are" if first in ("devices", "links") else "is"
-    name = f"the {first}" if first in ("devices", "links", "disk") else first
+    name = f"the {first}" if first in ("devices", "links", "disk", "bucket") else first
     rates = f"{limits[first]:,.0f} images/s of ResNet-50 at best, where {second} would allow {limits[second]:,.0f}"
     return f"What holds a run back here {verb} {name}: {rates}; {ADVICE[first]}."

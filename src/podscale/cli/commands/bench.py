@@ -1,7 +1,6 @@
 """The commands `bench step`, `bench input`, `bench sum` and `doctor`: measure this machine."""
 
 import argparse
-from pathlib import Path
 
 from podscale.cli.arguments import make_console, make_progress_console, read_options, read_pod, read_recipe
 from podscale.cli.result import Result
@@ -75,7 +74,7 @@ def run_doctor(arguments: argparse.Namespace) -> Result:
 
     pod, console = read_pod(arguments), make_console(arguments)
     with make_progress_console().status("measuring") as status:
-        result = examine_machine(pod, Path(arguments.path), lambda part: status.update(f"measuring: {part}"))
+        result = examine_machine(pod, arguments.path, lambda part: status.update(f"measuring: {part}"))
     console.print(terminal.make_table("doctor", format_rows(result)))
     console.print(result["verdict"], highlight=False, markup=False)
     return Result(result)

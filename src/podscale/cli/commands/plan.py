@@ -1,6 +1,7 @@
 """The commands `plan` and `rehearse`: say what a training would do."""
 
 import argparse
+import math
 from contextlib import nullcontext
 
 from podscale.cli.arguments import make_console, make_progress_console, read_options, read_pod, read_recipe
@@ -13,6 +14,8 @@ from podscale.recipe import Recipe
 
 def run_plan(arguments: argparse.Namespace) -> Result:
     """Print how a recipe maps onto a pod; the answer for a pod that is not available is cached."""
+    if not 0 <= arguments.read_price < math.inf:
+        raise UserError(f"--read-price must be 0 or more USD per million reads, not {arguments.read_price}")
     if arguments.published:
         return Result(_show_published(arguments))
     recipe = read_recipe(arguments)
@@ -22,7 +25,8 @@ def run_plan(arguments: argparse.Namespace) -> Result:
 
     options, key = read_options(arguments), ""
     if arguments.pod and answer_cache.is_cacheable(recipe):
-        key = answer_cache.make_key(recipe, arguments.pod, options, arguments.compile)
+        extra = {"compile": arguments.compile, "read_usd": arguments.read_price}
+        key = answer_cache.make_key(recipe, arguments.pod, options, extra)
     answer = answer_cache.load_answer(key) if key else None
     if answer is None:
         answer = _answer_plan(arguments, recipe, options)
@@ -43,7 +47,7 @@ def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options
         described_devices.use_cpu_backend()
     pod = named_pod(arguments.pod) if arguments.pod else read_pod(arguments)
     with make_progress_console().status("compiling") if arguments.compile and arguments.pod else nullcontext():
-        return questions.plan_on_pod(recipe, pod, options, arguments.compile)._asdict()
+        return questions.plan_on_pod(recipe, pod, options, arguments.compile, arguments.read_price)._asdict()
 
 
 def _show_published(arguments: argparse.Namespace) -> JsonObject:

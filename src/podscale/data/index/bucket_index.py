@@ -39,6 +39,20 @@ def open_folder(path: str, option: str = "") -> Folder:
     return folder
 
 
+def has_stored_index(path: str) -> bool:
+    """Return whether the index of a data set in a bucket is stored beside it.
+
+    Raises:
+        UserError: the bucket cannot be read.
+    """
+    with explain_store_errors():
+        try:
+            open_store(path).stat(INDEX_FILE)
+        except FileNotFoundError:
+            return False
+    return True
+
+
 def _list_web_server(root: BucketPath) -> None:
     """Fill in the listings of a data set on a web server, by the index beside it and the state of every file."""
     try:
