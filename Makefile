@@ -25,8 +25,8 @@ test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
 SECONDS ?= 600
 SEED ?= 0
 
-chaos: $(VENV)/.installed-dev ## a slice of the randomized fault campaign: make chaos SECONDS=600 SEED=1
-	$(BIN)/python tests/faults/chaos.py --seconds $(SECONDS) --seed $(SEED)
+chaos: $(VENV)/.installed-dev ## a slice of the randomized fault campaign: make chaos SECONDS=600 SEED=1 [STORE=--bucket]
+	$(BIN)/python tests/faults/chaos.py --seconds $(SECONDS) --seed $(SEED) $(STORE)
 
 asan-native: $(VENV)/.installed-dev ## the native decoder under sanitizers, on 10,000 damaged JPEGs
 	$(BIN)/python tests/faults/native_asan.py

@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from faults.chaos import read_results, run_slice, shrink
+from support.chaos_faults import KINDS
 
 SCRIPT = Path(__file__).with_name("chaos.py")
 
@@ -28,7 +30,7 @@ def test_a_trial_of_four_processes_is_survived(tmp_path):
 class FakeCampaign:
     """A campaign whose trials fail if a predicate of their faults says so."""
 
-    disk = None
+    disk, kinds, counts = None, KINDS, MappingProxyType({})
 
     def __init__(self, fails):
         self._fails = fails

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.faulty_proxy import Fault, FaultyProxy
 
 from podscale.errors import UserError
 from podscale.runs import bucket as buckets
@@ -75,6 +76,44 @@ def test_files_of_former_owners_are_removed(open_run):
         (run.folder / "plan.json").write_text(json.dumps(generation))
         run.push()
     assert sorted(info.key for info in run.store.list()) == ["current.json", "files-3/plan.json"]
+
+
+def test_files_that_a_killed_owner_has_left_are_removed_by_the_next(open_run):
+    run = open_run()
+    run.store.write("files-1/plan.json", b"left")
+    run.take_over(3)
+    run.push()
+    run.store.write("files-9/plan.json", b"of a later owner")
+    run = open_run()
+    run.take_over(4)
+    assert sorted(info.key for info in run.store.list()) == ["current.json", "files-9/plan.json"]
+
+
+def test_listings_that_lag_behind_lose_no_file(open_run, s3_server, monkeypatch):
+    run = open_run()
+    run.take_over(1)
+    for name in ("recipe.toml", "metrics.jsonl"):
+        (run.folder / name).write_text(name)
+    run.push()
+    with FaultyProxy(s3_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
+        lag = proxy.inject(Fault("lag", times=-1, method="GET"))
+        second = open_run()
+        second.take_over(2)
+        assert sorted(path.name for path in second.folder.iterdir()) == ["metrics.jsonl", "recipe.toml"]
+        assert lag.hits
+    assert {info.key.split("/")[0] for info in run.store.list()} == {"current.json", "files-2"}
+
+
+def test_a_file_that_was_removed_since_it_was_named_is_not_missed(open_run):
+    run = open_run()
+    run.take_over(1)
+    (run.folder / "plan.json").write_text("{}")
+    run.push()
+    run.store.delete("files-1/plan.json")
+    other = open_run()
+    other.pull()
+    assert not list(other.folder.iterdir())
 
 
 def test_what_never_counted_is_deleted_and_what_was_moved_aside_is_not(open_run):

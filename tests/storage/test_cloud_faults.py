@@ -1,8 +1,10 @@
 """Faults of an object store, injected by a proxy: reads and writes go on, or end with one sentence."""
 
+import functools
 import os
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 from support.faulty_proxy import Fault, FaultyProxy
@@ -37,6 +39,7 @@ def store(proxy, bucket):
         Fault("reset", times=2),
         Fault("truncate", times=2),
         Fault("short", times=2),
+        Fault("long", times=2),
         Fault("away", times=3),
     ],
     ids=lambda fault: f"{fault.kind} {fault.status if fault.kind == 'status' else ''}",
@@ -72,6 +75,39 @@ def test_a_store_that_stays_away_is_an_error_within_the_time_for_retries(proxy, 
     assert "the store answers 503" in message
     assert message.endswith(f"s3://{bucket}/folder/x")
     assert "\n" not in message
+
+
+def note_time(times, *_):
+    times.append(time.monotonic())
+    return True
+
+
+def test_repetitions_are_few_and_come_at_growing_random_times(bucket, s3_server, monkeypatch):
+    """Of two clients that fail at the same moment, each asks a bounded number of times, and not in step."""
+    monkeypatch.setenv("PODSCALE_STORE_RETRY_S", "2")
+    gaps = []
+    for _ in range(2):
+        times = []
+        with FaultyProxy(s3_server) as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
+            proxy.inject(Fault("status", status=429, times=-1, matches=functools.partial(note_time, times)))
+            with pytest.raises(TimeoutError, match="the store answers 429"):
+                open_store(f"s3://{bucket}/folder").read("x")
+        assert 3 <= len(times) <= 20
+        gaps.append([round(later - earlier, 3) for earlier, later in pairwise(times)])
+    assert gaps[0] != gaps[1]
+    assert max(gaps[0]) > 2 * min(gaps[0])
+
+
+@pytest.mark.parametrize("status", [400, 403])
+def test_credentials_that_expire_are_a_sentence_and_are_not_repeated(store, proxy, status):
+    """S3 answers 400, stores that speak its protocol 403."""
+    before = len(proxy.requests)
+    proxy.inject(Fault("status", status=status, code="ExpiredToken", times=-1))
+    for act in (lambda: store.read("x"), lambda: store.write("y", b"1"), lambda: list(store.list())):
+        with pytest.raises(PermissionError, match="the credentials have expired; renew them and start again"):
+            act()
+    assert len(proxy.requests) == before + 3
 
 
 def test_refused_access_is_a_sentence_and_is_not_repeated(store, proxy):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.chaos_training import EARLY_END, STEPS, ChaosTraining, TrialError, has_ended, send_signal
+from support.chaos_training import EARLY_END, ChaosTraining, TrialError, has_ended, send_signal
 
 USER_ERROR, PEER_LOST, PREEMPTED, INTERRUPTED = 2, 69, 75, 130
 KILLED, HANG_UP = -signal.SIGKILL, -signal.SIGHUP
@@ -39,13 +39,13 @@ class Kind:
     needs_disk: bool = False
 
 
-def draw_faults(draw: random.Random, processes: int, has_disk: bool) -> list[Fault]:
+def draw_faults(draw: random.Random, processes: int, has_disk: bool, kinds: dict[str, Kind]) -> list[Fault]:
     """Return one to four faults for a training of so many processes."""
-    kinds = [name for name, kind in KINDS.items() if processes in kind.processes and (has_disk or not kind.needs_disk)]
+    names = [name for name, kind in kinds.items() if processes in kind.processes and (has_disk or not kind.needs_disk)]
     faults = []
     for _ in range(draw.randint(1, 4)):
-        kind = draw.choice(kinds)
-        moment = draw.choice(KINDS[kind].moments)
+        kind = draw.choice(names)
+        moment = draw.choice(kinds[kind].moments)
         spread_s = {"starting": 6.0, "training": 2.0, "saving": 0.05, "ending": 0.3}[moment]
         faults.append(Fault(kind, moment, round(draw.uniform(0, spread_s), 3), draw.randrange(1 << 30)))
     return faults
@@ -58,7 +58,7 @@ def wait_for_moment(training: ChaosTraining, fault: Fault) -> bool:
         "starting": lambda: True,
         "training": lambda: training.has_trained() and training.find_last_step() > step,
         "saving": training.is_saving,
-        "ending": lambda: training.find_last_step() >= STEPS,
+        "ending": lambda: training.find_last_step() >= training.last_step,
     }
     if not training.wait_until(conditions[fault.moment]):
         return False

@@ -40,6 +40,12 @@ class ChaosTraining:
     programs: Path  # the cache of compiled programs
     processes: int
     process: subprocess.Popen | None = None
+    last_step = STEPS
+
+    @property
+    def location(self) -> str | Path:
+        """Where the run is."""
+        return self.folder
 
     @property
     def log(self) -> Path:
@@ -51,20 +57,27 @@ class ChaosTraining:
 
     def start(self, max_files: int = 0) -> None:
         """Start the command; with `max_files`, each of its processes can open only so many files."""
-        words = f"train digits --model.width 8 --train.epochs {EPOCHS} --train.eval_epochs 4 --json --run {self.folder}"
-        words += f" --pod.virtual {SHAPES[self.processes]} --plan.save_steps {SAVE_STEPS} --plan.timeout_s 40"
-        words += " --pod.heartbeat_s 30 --plan.check_steps 20"
+        words = self.make_words()
         if self.processes > 1:
             words = f"launch -n {self.processes} --restarts {RESTARTS} --logs {self.log.with_suffix('.logs')} {words}"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self.programs)}
-        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        environment |= {"PYTHONPATH": str(write_slow_site(self.programs.with_name("slow-disk")))}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} | self.make_environment()
         limits = ["prlimit", f"--nofile={max_files}"] if max_files else []
         with self.log.open("a") as log:
             print(SESSION, file=log, flush=True)
             command = ["nice", "-n", str(NICENESS), *limits, sys.executable, "-m", "podscale", *words.split()]
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def make_words(self) -> str:
+        """Return the command."""
+        words = f"train digits --model.width 8 --train.epochs {EPOCHS} --train.eval_epochs 4 --json --run {self.folder}"
+        words += f" --pod.virtual {SHAPES[self.processes]} --plan.save_steps {SAVE_STEPS} --plan.timeout_s 40"
+        return words + " --pod.heartbeat_s 30 --plan.check_steps 20"
+
+    def make_environment(self) -> dict[str, str]:
+        """Return the variables of the command, beside those of JAX."""
+        return {"PYTHONPATH": str(write_slow_site(self.programs.with_name("slow-disk")))}
 
     def list_members(self) -> list[int]:
         """Return the training processes in the order of their numbers; fewer while they are being started."""
@@ -134,10 +147,10 @@ class ChaosTraining:
 
     def read_result(self) -> tuple[list, list]:
         """Return every loss, and all arrays of the newest checkpoint."""
-        lines = Run.load(self.folder).metrics()
-        updates = [(line["step"], line["loss"]) for line in lines if line["event"] == "train"]
-        program = prepare(Run.load(self.folder).recipe, pod.make_pod(jax.devices()[:1], "1x1"))
-        with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
+        run = Run.load(self.location)
+        updates = [(line["step"], line["loss"]) for line in run.metrics() if line["event"] == "train"]
+        program = prepare(run.recipe, pod.make_pod(jax.devices()[:1], "1x1"))
+        with Checkpoints(run.folder / "checkpoints", read_only=True) as checkpoints:
             state = checkpoints.restore(checkpoints.newest(), program.init_state())
         return updates, [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 

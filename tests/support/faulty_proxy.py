@@ -7,6 +7,7 @@ with FaultyProxy(address) as proxy:
 """
 
 import http.client
+import re
 import socket
 import struct
 import threading
@@ -16,21 +17,22 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-KINDS = ("status", "reset", "truncate", "short", "slow", "lost answer", "away")
+KINDS = ("status", "reset", "truncate", "short", "long", "slow", "lost answer", "away", "lag")
 
 
 @dataclass
 class Fault:
     """What happens to requests that match, `times` times (-1: always).
 
-    status: the answer has this status and the body of S3's errors. reset: the connection is reset in the middle of
-    the body. truncate: it is closed there. short: the body is whole but shorter than asked for, and says so. slow: the
-    first byte comes after `seconds`. lost answer: the request is carried out, and the connection closed. away: the
-    connection is closed at once.
+    status: the answer has this status and the body of S3's errors, with a `code`. reset: the connection is reset in the
+    middle of the body. truncate: it is closed there. short, long: the body is whole but shorter or longer than asked
+    for, and says so. slow: the first byte comes after `seconds`. lost answer: the request is carried out, and the
+    connection closed. away: the connection is closed at once. lag: a listing has no objects and no folders yet.
     """
 
     kind: str
     status: int = 503
+    code: str = "SlowDown"
     times: int = 1
     method: str = ""
     path: str = ""  # part of the request's path
@@ -109,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "slow":
             time.sleep(fault.seconds)
         if kind == "status":
-            text = b"<Error><Code>SlowDown</Code><Message>injected</Message></Error>"
+            text = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
             return self._answer(fault.status, {"Content-Type": "application/xml"}, text)
         status, headers, content = self._forward(body)
         if kind == "lost answer":
@@ -119,6 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._drop(reset=kind == "reset")
         if kind == "short":
             content = content[: len(content) // 2]
+        if kind == "long":
+            content += bytes(100)
+        if kind == "lag" and "list-type=" in self.path:
+            content = re.sub(rb"<(Contents|CommonPrefixes)>.*?</\1>", b"", content, flags=re.DOTALL)
         return self._answer(status, headers, content)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_method  # noqa: N815

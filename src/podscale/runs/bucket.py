@@ -1,13 +1,16 @@
 """Runs in a bucket: the objects, and a working copy of the small files on this host.
 
     lock.json               who trains it; see `podscale.storage.bucket_lock`
-    current.json            what counts: the generation of the owner, its files, the checkpoints
+    current.json            what counts: the generation of the owner, its files and their names, the checkpoints
     files-5/...             the run's files (recipe, journal, report, ...) as the fifth owner has written them
     checkpoints/34-1f3a-2/  the arrays and the manifest of a checkpoint; it exists if `current.json` names it
 
 Training and all commands work on the copy, a folder like that of any run; checkpoints alone are read from and written
 to the bucket directly. The files are sent before each checkpoint and at the end of a session, so that the journal
 reaches at least as far as the checkpoint. No process needs to see another one's disk.
+
+A listing may lag behind what was written. So `current.json` names the files, and listings only add to them: those
+of other processes, and what is to be deleted.
 
 `current.json` is the one object that commits. A new owner of the lock changes it first; every later change is made by
 its ETag and carries the owner's generation. So a former owner that was stalled, and wakes up, can commit nothing, and
@@ -20,6 +23,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +97,20 @@ class RunBucket:
             else:
                 path.unlink()
         self._sent = {}
-        for info in self.store.list(prefix) if prefix else ():
-            name = info.key.removeprefix(f"{prefix}/")
-            path = self.folder / name
+        for key in self._list_files(self.current) if prefix else ():
+            path = self.folder / key.removeprefix(f"{prefix}/")
             if not path.resolve().is_relative_to(self.folder.resolve()):
                 continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.store.read(info.key, info.etag))
+            with suppress(FileNotFoundError):  # it was removed since, or never came to be
+                data = self.store.read(key)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+
+    def _list_files(self, current: Current) -> list[str]:
+        """Return the keys of an owner's files: those that it has named, and those that are listed."""
+        prefix = current["files"]
+        named = {f"{prefix}/{name}" for name in current.get("names", ())}
+        return sorted(named | {info.key for info in self.store.list(prefix)})
 
     def take_over(self, generation: int) -> None:
         """Make the owner of this generation of the lock the only one that can commit."""
@@ -107,13 +118,34 @@ class RunBucket:
         old, self._generation = self.current, generation
         owned: Current = {"generation": generation, "files": f"{FILES}{generation}"}
         self.current = {"steps": {}, "aside": {}, "last": None, **old, **owned}
-        self.push()
+        self._send("*")
         self._write()
-        if old.get("files", self.current["files"]) != self.current["files"]:
-            self._delete_below(old["files"])
+        self._delete_old_files(old)
+
+    def _delete_old_files(self, old: Current) -> None:
+        """Delete the files of former owners, also of those that were killed before they could."""
+        keys = set(self._list_files(old)) if old else set()
+        folders = [name for name in self.store.list_folder().folders if name.startswith(FILES)]
+        numbers = [int(number) for name in folders if (number := name.removeprefix(FILES)).isdecimal()]
+        for number in numbers:
+            if number < self._generation:
+                keys |= {info.key for info in self.store.list(f"{FILES}{number}")}
+        for key in keys:
+            if not key.startswith(f"{self.current['files']}/"):
+                self.store.delete(key)
 
     def push(self, pattern: str = "*") -> None:
-        """Send the files of the working copy that have changed and whose names match a pattern."""
+        """Send the files of the working copy that have changed and whose names match a pattern.
+
+        Raises:
+            RunTakenOverError: another process has become the owner, which is noticed if there are new files.
+            OSError: the bucket cannot be written.
+        """
+        self._send(pattern)
+        if self._generation and set(self._sent) != set(self.current["names"]):
+            self._write()
+
+    def _send(self, pattern: str) -> None:
         prefix = self.current.get("files", "")
         for path in sorted(self.folder.rglob(pattern)):
             name = path.relative_to(self.folder).as_posix()
@@ -144,6 +176,7 @@ class RunBucket:
             raise
 
     def _write(self) -> None:
+        self.current["names"] = sorted(self._sent)
         data = json.dumps(self.current, indent=1).encode()
         try:
             self._etag = (
@@ -193,6 +226,9 @@ class BucketRunLock:
         """Send the last changes, and release the lock."""
         try:
             self._bucket.push("*" if self._lock.generation else "bad-images-*.txt")
+        except RunTakenOverError:
+            if kind is None:
+                raise
         except OSError as problem:
             if kind is None:
                 raise UserError(f"cannot write to {self._bucket.location}: {problem.strerror or problem}") from None

@@ -42,8 +42,12 @@ def _describe_absence(text: str) -> str:
     return "there is no such bucket" if is_bucket else "there is no such object"
 
 
+def _has_expired(text: str) -> bool:
+    return "ExpiredToken" in text or "TokenRefreshRequired" in text
+
+
 def _explain_refusal(text: str, where: Location) -> str:
-    if "ExpiredToken" in text or "TokenRefreshRequired" in text:
+    if _has_expired(text):
         return "the credentials have expired; renew them and start again"
     if "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
         return f"the credentials are wrong; {CREDENTIALS.get(where.scheme, 'check them')}"
@@ -59,7 +63,7 @@ def _explain_failure(text: str, where: Location) -> OSError:
     status = _STATUS.search(text)
     code = int(status[1][:3]) if status else 0
     answer = f"the store answers {status[1].strip()}" if status else "the store does not answer"
-    if code in (401, 403):
+    if code in (401, 403) or (code == 400 and _has_expired(text)):  # 400 is S3's own answer to that
         return PermissionError(errno.EACCES, _explain_refusal(text, where), str(where))
     if code == 404:
         return FileNotFoundError(errno.ENOENT, _describe_absence(text), str(where))
