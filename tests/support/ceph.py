@@ -76,23 +76,14 @@ def serve_ceph():
 
     def start(*command):
         with (folder / f"{command[0]}.txt").open("w") as log:
+            command = ("setpriv", "--pdeathsig", "KILL", *command)  # nothing outlives the tests
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
     try:
         _start_monitor(folder, fsid, port, run, start)
         _start_osd(folder, run, start)
-        run(
-            "ceph",
-            "auth",
-            "get-or-create",
-            "client.rgw",
-            "mon",
-            "allow rw",
-            "osd",
-            "allow rwx",
-            "-o",
-            f"{folder}/rgw.key",
-        )
+        caps = ("mon", "allow rw", "osd", "allow rwx")
+        run("ceph", "auth", "get-or-create", "client.rgw", *caps, "-o", f"{folder}/rgw.key")
         start("radosgw", "-f", "-n", "client.rgw", "--keyring", f"{folder}/rgw.key")
         address = f"http://127.0.0.1:{gateway}"
         _wait_until_ready(address, processes)

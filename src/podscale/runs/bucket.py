@@ -125,11 +125,10 @@ class RunBucket:
     def _delete_old_files(self, old: Current) -> None:
         """Delete the files of former owners, also of those that were killed before they could."""
         keys = set(self._list_files(old)) if old else set()
-        folders = [name for name in self.store.list_folder().folders if name.startswith(FILES)]
-        numbers = [int(number) for name in folders if (number := name.removeprefix(FILES)).isdecimal()]
-        for number in numbers:
-            if number < self._generation:
-                keys |= {info.key for info in self.store.list(f"{FILES}{number}")}
+        for name in self.store.list_folder().folders:
+            number = name.removeprefix(FILES)
+            if name.startswith(FILES) and number.isdecimal() and int(number) < self._generation:
+                keys |= {info.key for info in self.store.list(name)}
         for key in keys:
             if not key.startswith(f"{self.current['files']}/"):
                 self.store.delete(key)
