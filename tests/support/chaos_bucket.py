@@ -193,7 +193,7 @@ def _fail_for_a_while(kind, shortest, longest, **settings):
         )
         proxy.inject(fault)
         time.sleep(draw.uniform(shortest, longest))
-        fault.times = fault.hits
+        proxy.stop(fault)
 
     return inject
 

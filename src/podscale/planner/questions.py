@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
+from podscale.data.index import catalog
 from podscale.data.index.bucket_index import has_stored_index
 from podscale.data.index.dataset import Splits
 from podscale.errors import UserError
@@ -50,7 +51,7 @@ def plan_on_pod(
         rows += model.format_rows(forecast)
         values["forecast"] = model.to_dict(forecast)
         images_per_s = recipe.batch.size / forecast.device_s
-    if has_scheme(recipe.data.path):
+    if has_scheme(recipe.data.path) and recipe.data.source in catalog.FORMATS:
         load = bucket.BucketLoad(plan, _describe_bucket(recipe, splits), images_per_s)
         rows += bucket.format_rows(load, read_usd)
         values["bucket"] = bucket.to_dict(load, read_usd)
