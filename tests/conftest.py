@@ -1,5 +1,6 @@
 """Settings of all tests: sixteen virtual CPU devices, so that one process can be any pod up to 4x4, and own caches."""
 
+import fcntl
 import os
 import uuid
 
@@ -45,13 +46,18 @@ def _own_cache(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _compilation_cache(tmp_path_factory, request):
-    """Share compiled programs between all processes of the session, pytest's own and those that tests start."""
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory, request):
+    """A folder that all processes of the session share."""
     base = tmp_path_factory.getbasetemp()
-    common = base.parent if hasattr(request.config, "workerinput") else base
+    return base.parent if hasattr(request.config, "workerinput") else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compilation_cache(session_folder):
+    """Share compiled programs between all processes of the session, pytest's own and those that tests start."""
     settings = {
-        "jax_compilation_cache_dir": str(common / "programs"),
+        "jax_compilation_cache_dir": str(session_folder / "programs"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -59,6 +65,19 @@ def _compilation_cache(tmp_path_factory, request):
             jax.config.update(name, value)
             patch.setenv(name.upper(), str(value))
         yield
+
+
+@pytest.fixture(scope="session")
+def undisturbed_run(session_folder):
+    """The run of `support.processes.SETTINGS` by one process with four devices; made once, and only read."""
+    from support.processes import train_in_process
+
+    folder = session_folder / "undisturbed"
+    with (session_folder / "undisturbed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "summary.json").exists():
+            train_in_process(folder, "2x2")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -30,14 +30,6 @@ PEER_LOST, STUCK, PREEMPTED, HEARTBEAT_S = 69, 70, 75, 30
 HEARTBEAT = ["--pod.heartbeat_s", HEARTBEAT_S]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The run of one process with four devices."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train_in_process(folder, "2x2")
-    return folder
-
-
 def kill_one(processes, victim, folder, step):
     """Kill one of several processes; return exit codes and errors of the others, and seconds until all had ended."""
     started = start_processes(processes, folder, "--pod.virtual", "2x2", "--plan.save_steps", 5, *HEARTBEAT)
@@ -53,7 +45,7 @@ def kill_one(processes, victim, folder, step):
 @pytest.mark.slow
 @pytest.mark.processes(2)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_killing_any_process_ends_the_others_with_its_name_and_the_run_resumes(tmp_path, undisturbed, processes):
+def test_killing_any_process_ends_the_others_with_its_name_and_the_run_resumes(tmp_path, undisturbed_run, processes):
     """First the last process, during a collective; then, resumed, the main process, which coordinates."""
     victim = processes - 1
     codes, errors, seconds = kill_one(processes, victim, tmp_path, step=8)
@@ -68,7 +60,7 @@ def test_killing_any_process_ends_the_others_with_its_name_and_the_run_resumes(t
     print(f"{processes} processes, the first one killed: all ended after {seconds:.1f} s")
     _, err = wait_for_success(start_training(tmp_path, "--pod.virtual", "2x2"))
     assert "resuming after step" in err
-    assert_same_to_rounding(tmp_path, undisturbed)
+    assert_same_to_rounding(tmp_path, undisturbed_run)
 
 
 @pytest.mark.slow
@@ -117,7 +109,7 @@ def test_a_user_error_in_one_process_ends_all_with_its_message(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes(4)
-def test_a_stopped_process_is_killed_and_the_run_restarts(tmp_path, undisturbed):
+def test_a_stopped_process_is_killed_and_the_run_restarts(tmp_path, undisturbed_run):
     """A process gets SIGSTOP: the watchdogs of the others end them, the launcher kills it and starts all again.
 
     One of the others ends first. The remaining ones then find either that they are stuck as well, or that a collective
@@ -134,7 +126,7 @@ def test_a_stopped_process_is_killed_and_the_run_restarts(tmp_path, undisturbed)
     assert "resuming after step " in err
     assert json.loads(out)["steps"] == STEPS
     assert not os.path.exists(f"/proc/{victim}")
-    assert_same_to_rounding(tmp_path, undisturbed)
+    assert_same_to_rounding(tmp_path, undisturbed_run)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from support.processes import (
     assert_same_to_rounding,
     make_environment,
     start,
-    train_in_process,
     wait_for_step,
     wait_for_success,
 )
@@ -29,14 +28,6 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """The run of one process with four devices."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    train_in_process(folder, "2x2")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with start_slurm(tmp_path_factory.mktemp("slurm")) as running:
         yield running
@@ -45,30 +36,30 @@ def cluster(tmp_path_factory):
 @pytest.mark.processes(4)
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
-def test_mpirun_trains_the_same_as_one_process(tmp_path, one_process, processes):
+def test_mpirun_trains_the_same_as_one_process(tmp_path, undisturbed_run, processes):
     command = [ROOT / "examples" / "mpi.sh", *SETTINGS, "--pod.virtual", "2x2", "--run", tmp_path / "run"]
     out, err = wait_for_success(start(command, PATH=PATH, MPIRUN=f"mpirun -n {processes} --oversubscribe", **AS_ROOT))
     assert json.loads(out)["steps"] == STEPS
     assert f"cpu, 2x2 torus, {processes} hosts" in err
-    assert_same_to_rounding(tmp_path / "run", one_process)
+    assert_same_to_rounding(tmp_path / "run", undisturbed_run)
 
 
 @pytest.mark.processes(4)
 @pytest.mark.parametrize("processes", PROCESSES)
 @pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
-def test_srun_trains_the_same_as_one_process(tmp_path, cluster, one_process, processes):
+def test_srun_trains_the_same_as_one_process(tmp_path, cluster, undisturbed_run, processes):
     command = ["srun", "-n", str(processes), "--overcommit", "podscale", "train", *SETTINGS, "--pod.virtual", "2x2"]
     command += ["--run", tmp_path / "run"]
     out, err = wait_for_success(start(command, PATH=PATH, **cluster.environment))
     assert json.loads(out)["steps"] == STEPS
     assert f"cpu, 2x2 torus, {processes} hosts" in err
-    assert_same_to_rounding(tmp_path / "run", one_process)
+    assert_same_to_rounding(tmp_path / "run", undisturbed_run)
 
 
 @pytest.mark.slow
 @pytest.mark.processes(4)
 @pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
-def test_a_slurm_job_resumes_after_sigterm_and_after_a_requeue(tmp_path, cluster, one_process):
+def test_a_slurm_job_resumes_after_sigterm_and_after_a_requeue(tmp_path, cluster, undisturbed_run):
     """The example script: SIGTERM to its tasks, as before a time limit; `scontrol requeue`; then to the end."""
     run, log = tmp_path / "run", tmp_path / "job.log"
     script = [ROOT / "examples" / "slurm.sh", *SETTINGS, "--run", run]
@@ -85,7 +76,7 @@ def test_a_slurm_job_resumes_after_sigterm_and_after_a_requeue(tmp_path, cluster
     assert "exit code 75: back to the queue (restart 1 of at most 50)" in output
     assert output.count("resuming after step") == 2
     assert f'"steps": {STEPS}' in output
-    assert_same_to_rounding(run, one_process)
+    assert_same_to_rounding(run, undisturbed_run)
 
 
 class _SlurmJob:

@@ -17,7 +17,6 @@ from support.processes import (
     list_children,
     start,
     start_launcher,
-    train_in_process,
     wait_for_exit,
     wait_for_step,
     wait_for_success,
@@ -110,10 +109,9 @@ def make_reachable(folder):
 
 @pytest.mark.heavy
 @pytest.mark.processes(2)
-def test_a_launched_training_listens_on_loopback_stops_on_sigterm_and_resumes(tmp_path):
+def test_a_launched_training_listens_on_loopback_stops_on_sigterm_and_resumes(tmp_path, undisturbed_run):
     """On a simulated pod: SIGTERM to the launcher, then the same command again."""
     run = tmp_path / "run"
-    train_in_process(tmp_path / "one", "2x2")
     first = start_launcher(2, run, "--pod.virtual", "2x2", under=make_reachable(tmp_path))
     wait_for_step(run, 5, first)
     addresses = [list_listening_addresses(pid) for pid in list_children(first)]
@@ -127,7 +125,7 @@ def test_a_launched_training_listens_on_loopback_stops_on_sigterm_and_resumes(tm
     assert json.loads(out)["steps"] == STEPS
     assert "resuming after step" in err
     assert "cpu, 2x2 torus, 2 hosts" in err
-    assert_same_to_rounding(run, tmp_path / "one")
+    assert_same_to_rounding(run, undisturbed_run)
 
 
 @pytest.mark.slow

@@ -102,6 +102,13 @@ def train_reference(recipe, steps=STEPS):
             return -(weights * (targets * jnp.log(p) + (1 - targets) * jnp.log(1 - p))).mean(), moments
         return -(weights * targets * jax.nn.log_softmax(logits)).sum(-1).mean(), moments
 
+    @jax.jit
+    def update(grads, opt_state, params, moments, stats, average):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        stats = batch_norm.update_running_statistics(stats, moments, recipe.train.stats_momentum)
+        return opt_state, params, stats, jax.tree.map(lambda a, p: 0.9 * a + (1 - 0.9) * p, average, params)
+
     gradient = jax.jit(jax.value_and_grad(compute_loss, has_aux=True))
     for at in range(steps):
         if recipe.data.train_sizes:
@@ -113,10 +120,7 @@ def train_reference(recipe, steps=STEPS):
         images = np.empty((len(samples), size, size, 3), np.uint8)
         crop.crop_batch(data.train, samples, boxes, flips, images)
         (loss, moments), grads = gradient(params, stats, images, data.train.labels[samples], jnp.int32(at))
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        stats = batch_norm.update_running_statistics(stats, moments, recipe.train.stats_momentum)
-        average = jax.tree.map(lambda a, p: 0.9 * a + (1 - 0.9) * p, average, params)
+        opt_state, params, stats, average = update(grads, opt_state, params, moments, stats, average)
         losses.append(float(loss))
     return np.array(losses), params, stats, average
 
@@ -133,8 +137,9 @@ def reference_float64():
 
 
 def assert_close(tree, reference, tolerance):
+    expected = dict(jax.tree.leaves_with_path(reference))
     for path, ours in jax.tree.leaves_with_path(tree):
-        theirs = np.asarray(dict(jax.tree.leaves_with_path(reference))[path])
+        theirs = np.asarray(expected[path])
         scale = max(np.abs(theirs).max(), 1e-3)
         assert np.abs(np.asarray(ours) - theirs).max() <= tolerance * scale, jax.tree_util.keystr(path)
 
