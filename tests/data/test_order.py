@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from podscale.data.order import Order, compute_crop_boxes, compute_eval_boxes
+from podscale.data.order import MAX_SAMPLES, Order, compute_crop_boxes, compute_eval_boxes
 from podscale.errors import UserError
 from podscale.plan import Counts, make_plan
 from podscale.pod import Pod
@@ -235,3 +235,9 @@ GOLDEN_BOXES = {
     ],
 }
 GOLDEN_FLIPS = [True, False, True, True]
+
+
+def test_more_samples_than_a_permutation_can_number_are_refused():
+    Order(MAX_SAMPLES, 1, 4, seed=0)  # nothing is drawn yet
+    with pytest.raises(UserError, match=r"2,147,483,648 training images are more than can be ordered, 2,147,483,647"):
+        Order(MAX_SAMPLES + 1, 1, 4, seed=0)
