@@ -95,6 +95,8 @@ def list_train_samples(plan: Plan, sharding: NamedSharding) -> NDArray[np.int64]
     lanes = plan.recipe.data.lanes
     positions = _compute_positions(plan, Blocks(sharding, plan.batch_shape, axis=2))
     local_lanes = np.unique(positions // (plan.recipe.batch.size // lanes))
+    if len(local_lanes) == lanes:
+        return np.arange(plan.counts.train)
     rounds = np.arange(0, plan.counts.train, lanes)  # one sample of every lane each, in order
     samples = (rounds[:, None] + local_lanes).ravel()
     return samples[: np.searchsorted(samples, plan.counts.train)]
