@@ -100,7 +100,7 @@ TPU = "Ran out of memory in memory space"
 FULL = {
     "Out of memory while trying to allocate 18.98GiB with allocator GPU_0_bfc on device 0.": "(18.98GiB more",
     "Error allocating device buffer: Attempting to allocate 1.00G. That was not possible.": "(1.00G more",
-    f"XLA:TPU compile permanent error. {TPU} hbm. Used 17.00G of 15.48G hbm.": "is full: ",
+    f"XLA:TPU compile permanent error. {TPU} hbm. Used 17.00G of 15.48G hbm.": "a device is out of memory: ",
 }
 
 
