@@ -17,17 +17,19 @@ ROOT = Path(__file__).parents[2]
 
 
 class Links(HTMLParser):
-    """The addresses that a page links to, and its anchors."""
+    """The addresses that a page links to, those that it loads, and its anchors."""
 
     def __init__(self, text):
         super().__init__()
-        self.targets, self.anchors = set(), {""}
+        self.targets, self.loaded, self.anchors = set(), set(), {""}
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         values = dict(attributes)
         self.anchors |= {value for name, value in values.items() if name in ("id", "name") and value}
         self.targets |= {value for name, value in values.items() if name in ("href", "src") and value}
+        loads = tag != "a" and values.get("rel") not in ("canonical", "next", "prev")
+        self.loaded |= {values[name] for name in ("href", "src") if loads and values.get(name)}
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,22 @@ def test_every_link_of_the_site_works(site):
 
 def test_nothing_of_the_site_needs_the_network(site):
     for path in site.rglob("*.html"):
-        for target in Links(path.read_text()).targets:
-            assert not target.startswith("//")
-            assert not target.endswith((".js", ".css")) or not urlparse(target).netloc, f"{path.name}: {target}"
+        for target in Links(path.read_text()).loaded:
+            assert not urlparse(target).netloc, f"{path.name}: {target}"
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(BINARY is None, reason="there is no Chromium")
+def test_the_search_works_in_pages_that_are_opened_as_files(site):
+    with Browser() as browser, browser.open((site / "index.html").as_uri(), width=1280, ready=None) as tab:
+        tab.wait_for("document.querySelector('.md-search__input')?.offsetWidth > 0")
+        field = "document.querySelector('.md-search__input')"
+        tab.evaluate(
+            f"{field}.focus(), {field}.value = 'goodput', {field}.dispatchEvent(new KeyboardEvent('keyup')), 0"
+        )
+        tab.wait_for("document.querySelectorAll('.md-search-result__item').length > 0")
+        assert "look.html" in "".join(tab.list_attributes(".md-search-result__item a", "href"))
+        assert tab.problems == []
 
 
 def test_the_figures_are_what_the_code_draws():
