@@ -14,6 +14,7 @@ from support.command_line import run_json, run_podscale, run_refused
 import podscale
 from podscale.cli.main import main
 from podscale.data import decode
+from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
 from podscale.runs.folder import Run
 from podscale.training.advice import list_warnings
@@ -118,7 +119,8 @@ def test_a_decoder_that_was_not_built_is_warned_of_once(monkeypatch):
     monkeypatch.setattr(decode, "native", None)
     monkeypatch.delenv("PODSCALE_DECODER", raising=False)
     recipe = podscale.load_recipe("imagefolder")
-    program = SimpleNamespace(data=SimpleNamespace(warnings=(), train=range(1000)), plan=SimpleNamespace(recipe=recipe))
+    digits = open_index(podscale.load_recipe("digits").data)
+    program = SimpleNamespace(data=digits, plan=SimpleNamespace(recipe=recipe))
     (text,) = list_warnings(program, {"decoder": decode.select_decoder()}, is_new=True)
     assert text.startswith("using the slow Pillow decoder; install gcc and libjpeg-dev and reinstall Podscale")
     assert list_warnings(program, {"decoder": decode.select_decoder()}, is_new=False) == []

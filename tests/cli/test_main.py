@@ -487,6 +487,9 @@ def test_an_empty_class_and_a_broken_file_are_reported_and_training_goes_on(phot
     assert done.returncode == 0, done.stderr
     assert "warning: class folder photos/train/grey holds no images" in done.stdout
     assert "cannot read photos/train/dark/3.jpg" in done.stdout
+    words = " ".join(done.stdout.split())
+    assert "warning: 1 image cannot be read: it is replaced in training and wrong in validation;" in words
+    assert "`podscale data check photos` lists all" in words
     assert "photos/train/dark/3.jpg" in (photos / "run" / "bad-images-0.txt").read_text()
 
 

@@ -228,14 +228,14 @@ def test_a_run_with_more_steps_than_the_recipe_returns_its_summary(recipe, run, 
     shorter = recipes.override_recipe(recipe, {"train.epochs": 1})
     summary = train(shorter, run, console=Console(width=300), allow_changed=["recipe"])
     assert summary["steps"] == 23
-    assert "has already come to its end: after step 23, and the recipe has 12" in capsys.readouterr().out
+    assert "is already finished: after step 23, and the recipe has 12" in capsys.readouterr().out
 
 
 def test_a_run_killed_between_its_last_checkpoint_and_its_summary_gets_both(recipe, run, trained, capsys):
     for name in ("summary.json", "report.html"):
         (run / name).unlink()
     summary = train(recipe, run, console=Console(width=300))
-    assert "has already come to its end" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
     expected = Run.load(trained).summary()
     assert [summary[name] for name in ("steps", "accuracy")] == [expected[name] for name in ("steps", "accuracy")]
     assert 0 <= summary["goodput"] <= 1

@@ -53,6 +53,6 @@ def test_an_image_without_a_prediction_counts_against_recall_only():
 def test_a_model_that_only_knows_the_majority_is_warned_of():
     labels = np.array([0] * 67 + [1] * 33, np.int32)
     scores = compute_scores(labels, np.array([[0, 0.7]] * 100, np.float32), 2)
-    assert "always predicting cat has accuracy 67.00 %" in describe_baseline(0.67, scores, ("cat", "dog"))
+    assert "always predicting cat has accuracy 67.00%" in describe_baseline(0.67, scores, ("cat", "dog"))
     assert scores["balanced_accuracy"] == 0.5
     assert describe_baseline(0.68, scores, ("cat", "dog")) == ""

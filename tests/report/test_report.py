@@ -575,7 +575,7 @@ def test_page_warns_of_a_model_that_does_not_beat_the_baseline_and_says_what_to_
     result = mistakes.summarize_mistakes(337, predictions, labels, 3) | {"wrong": [], "certain": []}
     (run.folder / "findings.json").write_text(json.dumps(result))
     text = Reader(write_page(run)).text
-    assert "always predicting cat has accuracy 67.00 %" in text
+    assert "always predicting cat has accuracy 67.00%" in text
     assert "Most confused: dog as cat (23 of 23); owl as cat (10 of 10)." in text
     assert "Classes are imbalanced: judge by balanced accuracy, and add images of owl." in text
     assert "Probabilities are off by 0.32 on average" in text

@@ -71,11 +71,11 @@ def describe_baseline(accuracy: float, scores: JsonObject, classes: tuple[str, .
     """Return a warning if the model is no better than always predicting the most frequent class; else empty.
 
     >>> describe_baseline(0.5, {"majority_baseline": 0.676, "majority_class": 1}, ("cat", "dog"))
-    'the model does not beat the baseline: always predicting dog has accuracy 67.60 %, the model 50.00 %'
+    'the model does not beat the baseline: always predicting dog has accuracy 67.60%, the model 50.00%'
     """
     baseline = scores["majority_baseline"]
     if accuracy > baseline:
         return ""
     name = classes[scores["majority_class"]]
-    best = f"{100 * baseline:.2f} %, the model {100 * accuracy:.2f} %"
+    best = f"{baseline:.2%}, the model {accuracy:.2%}"
     return f"the model does not beat the baseline: always predicting {name} has accuracy {best}"

@@ -8,6 +8,12 @@ from podscale.training.program import Program
 def list_warnings(program: Program, facts: JsonObject, *, is_new: bool) -> list[str]:
     """Return what the user should know before the first step."""
     warnings = list(program.data.warnings)
+    if count := sum(len(index.list_unreadable()) for index in (program.data.train, program.data.val)):
+        images = "1 image cannot be read: it is" if count == 1 else f"{count:,} images cannot be read: they are"
+        path = program.plan.recipe.data.path
+        warnings.append(
+            f"{images} replaced in training and wrong in validation; `podscale data check {path}` lists all"
+        )
     batch, images = program.plan.recipe.batch.size, len(program.data.train)
     if batch > images:
         warnings.append(

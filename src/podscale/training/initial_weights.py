@@ -120,6 +120,8 @@ def read_weights(source: str) -> SourceWeights:
         path = fetch_weights(source)
         return SourceWeights(read_tensors(path), None, digest_file(str(path)))
     path = resolve_folder(source, "--init")
+    if not path.exists():
+        raise UserError(f"there is no run folder or weights file {source} to start from; check --init")
     if not path.is_dir():
         return SourceWeights(read_tensors(path), read_labels(path), digest_file(source))
     run = Run.load(path)

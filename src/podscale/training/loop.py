@@ -125,7 +125,7 @@ def _run_session(request: Request) -> JsonObject:
         steps = run.program.plan.steps
         if run.start >= steps or run.accounts.is_target_reached():
             excess = f": after step {run.start:,}, and the recipe has {steps:,}" if run.start > steps else ""
-            message = f"{run.events.run.where} has already come to its end{excess}"
+            message = f"{run.events.run.where} is already finished{excess}"
             run.console.print(message, highlight=False, markup=False)
             if run.events.run.summary():
                 return run.accounts.load_past_summary()

@@ -174,6 +174,7 @@ def test_safetensors_files_are_read(tmp_path):
 
 def test_missing_damaged_and_foreign_files_are_refused(tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"not what it says")
+    (tmp_path / "w.npz").write_bytes(b"of another format")
     for name, sentence in {
         "none.safetensors": "there is no weights file",
         "bad.safetensors": "not a readable safetensors file",

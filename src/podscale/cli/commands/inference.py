@@ -27,8 +27,11 @@ def run_eval(arguments: argparse.Namespace) -> Result:
         highlight=False,
         markup=False,
     )
-    if result["warning"]:
-        make_console(arguments).print(f"warning: {result['warning']}", style="bold red", highlight=False, markup=False)
+    warnings = [result["warning"]] if result["warning"] else []
+    if unreadable := result["unreadable"]:
+        warnings.append(f"{len(unreadable):,} unreadable and counted as wrong; the first: {unreadable[0]}")
+    for text in warnings:
+        make_console(arguments).print(f"warning: {text}", style="bold red", highlight=False, markup=False)
     return Result(result)
 
 

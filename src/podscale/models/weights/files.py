@@ -19,10 +19,10 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     Raises:
         UserError: there is no such file, or it cannot be read as what its suffix says.
     """
-    if path.suffix not in _READERS:
-        raise UserError(f"weights {path} must be one of {', '.join(_READERS)}")
     if not path.is_file():
         raise UserError(f"there is no weights file {path}")
+    if path.suffix not in _READERS:
+        raise UserError(f"weights {path} must be one of {', '.join(_READERS)}")
     return _READERS[path.suffix](path)
 
 
