@@ -131,6 +131,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_first_mismatch(tmp_path, c
 
 
 def test_missing_weights_are_refused(tmp_path):
+    (tmp_path / "w.npz").write_bytes(b"of another format")
     for name, words in {
         "no.safetensors": "there is no run folder or weights file",
         ".": "there is no run in",

@@ -9,11 +9,9 @@ def list_warnings(program: Program, facts: JsonObject, *, is_new: bool) -> list[
     """Return what the user should know before the first step."""
     warnings = list(program.data.warnings)
     if count := sum(len(index.list_unreadable()) for index in (program.data.train, program.data.val)):
-        images = "1 image cannot be read: it is" if count == 1 else f"{count:,} images cannot be read: they are"
-        path = program.plan.recipe.data.path
-        warnings.append(
-            f"{images} replaced in training and wrong in validation; `podscale data check {path}` lists all"
-        )
+        fact = "1 image cannot be read: it is" if count == 1 else f"{count:,} images cannot be read: they are"
+        advice = f"`podscale data check {program.plan.recipe.data.path}` lists all"
+        warnings.append(f"{fact} replaced in training and wrong in validation; {advice}")
     batch, images = program.plan.recipe.batch.size, len(program.data.train)
     if batch > images:
         warnings.append(
