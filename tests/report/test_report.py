@@ -577,7 +577,7 @@ def test_page_warns_of_a_model_that_does_not_beat_the_baseline_and_says_what_to_
     text = Reader(write_page(run)).text
     assert "always predicting cat has accuracy 67.00%" in text
     assert "Most confused: dog as cat (23 of 23); owl as cat (10 of 10)." in text
-    assert "Classes are imbalanced: judge by balanced accuracy, and add images of owl." in text
+    assert "Classes are imbalanced: judge by balanced accuracy, and add images of owl, or sample all classes" in text
     assert "Probabilities are off by 0.32 on average" in text
     assert "balanced accuracy33.3%" in text.replace(" 33", "33")
     assert "Training loss includes label smoothing 0.1" in text

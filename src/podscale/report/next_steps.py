@@ -1,5 +1,6 @@
 """Suggest what to do after a run, from its metrics and mistakes."""
 
+import re
 from html import escape
 
 from podscale.config.json_types import JsonObject
@@ -28,9 +29,10 @@ def list_next_steps(run: Run, lines: list[Line], mistakes: Line) -> list[str]:
     counts = [count for count in mistakes["examples"] if count]
     if counts and max(counts) >= IMBALANCE * min(counts):
         weak = names[min(range(len(names)), key=lambda c: mistakes["examples"][c] or max(counts))]
-        steps.append(f"Classes are imbalanced: judge by balanced accuracy, and add images of {weak}.")
+        balance = "" if run.recipe.data.balance else ", or sample all classes equally often (--data.balance true)"
+        steps.append(f"Classes are imbalanced: judge by balanced accuracy, and add images of {weak}{balance}.")
     if run.read_bad_images():
-        steps.append("Some images could not be read: `podscale data check` lists them.")
+        steps.append(f"Some images could not be read: `podscale data check {run.recipe.data.path}` lists them.")
     recent = [line["accuracy"] for line in trained[-20:] if line.get("accuracy") is not None]
     if recent and sum(recent) / len(recent) - accuracy > GAP:
         steps.append("Training accuracy is far above validation accuracy: add images, augment more, or use --init.")
@@ -60,4 +62,5 @@ def render_next_steps(run: Run, lines: list[Line]) -> str:
     steps = list_next_steps(run, lines, run.mistakes())
     if not steps:
         return "<p>Suggestions follow the first evaluation.</p>"
-    return f"<ul>{''.join(f'<li>{escape(step)}</li>' for step in steps)}</ul>"
+    items = (re.sub("`([^`]+)`", r"<code>\1</code>", escape(step)) for step in steps)  # commands
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
