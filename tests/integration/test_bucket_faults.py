@@ -143,12 +143,11 @@ def test_credentials_that_expire_during_a_run_end_it_with_a_sentence_and_new_one
 @pytest.mark.slow
 def test_a_shard_that_is_replaced_during_a_run_ends_it_with_a_sentence(proxy, bucket, root, tmp_path):
     process = start_training(bucket, tmp_path)
-    wait_for_requests(proxy, process, "PUT", "/checkpoints/")
-    (shard,) = [info.key for info in open_store(f"s3://{bucket}").list("photos") if "train" in info.key]
-    open_store(f"s3://{bucket}").write(shard, (root / "val-000000.tar").read_bytes() * 4)
+    wait_for_requests(proxy, process, "GET", "/photos/train-")  # the other shard is needed at the first evaluation
+    open_store(f"s3://{bucket}").write("photos/val-00000.tar", (root / "train-00000.tar").read_bytes())
     ((code,), ((_, errors),)) = wait_for_exit([process])
     assert code == 2, errors[-3000:]
-    assert f"{shard}: it was replaced since it was indexed" in read_sentence(errors)
+    assert "photos/val-00000.tar: it was replaced since it was indexed" in read_sentence(errors)
 
 
 def test_a_run_in_a_bucket_that_cannot_be_written_is_refused_with_a_sentence(
