@@ -1,7 +1,7 @@
 """A training whose data and run are in a bucket behind a proxy that fails: its command, its faults, what it must leave.
 
 Processes share nothing but the bucket: each session has a home of its own, which some faults empty, and no disk cache,
-so that every pass is fetched. All through a trial a small share of requests fails; each drawn fault adds to that.
+so that every pass is fetched. All through a trial every tenth request fails; each drawn fault adds to that.
 """
 
 import functools
@@ -25,7 +25,7 @@ from podscale.data.tools.prepare import Settings, prepare_data_set
 from podscale.storage.open import open_store
 
 BUCKET, STEPS, IMAGES = "chaos", 120, 96
-BACKGROUND = 0.02  # share of requests that fail all through a trial
+BACKGROUND = 0.1  # share of requests that fail all through a trial
 PASSING = {"status": "", "reset": "", "truncate": "", "short": "GET", "slow": "", "lost answer": "PUT", "away": ""}
 STATUSES = (429, 500, 503)
 EXTRA_REQUESTS = 200  # that a session may make beyond those of an undisturbed run: to take over, restore and clean up
