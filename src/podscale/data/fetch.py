@@ -72,12 +72,13 @@ class Window:
     ) -> tuple[list[Any], NDArray[np.int64], NDArray[np.int64]]:
         """Return where each sample's bytes are: in memory, or in a file of the disk cache."""
         numbers = np.array(samples, np.int64)
-        self._wait_for_blocks(numbers)
         sources: list[Any] = [None] * len(samples)
         offsets = np.zeros(len(samples), np.int64)
         is_missing = np.ones(len(samples), bool)
         if self._cache is not None:
             is_missing, descriptors, offsets = self._cache.find_all(numbers)
+            if is_missing.any() and self._wait_for_blocks(numbers[is_missing]):
+                is_missing, descriptors, offsets = self._cache.find_all(numbers)
             sources = descriptors.tolist()
         absent = []
         for i in np.flatnonzero(is_missing).tolist():
@@ -91,13 +92,11 @@ class Window:
                 sources[i] = data
         return sources, offsets, lengths
 
-    def _wait_for_blocks(self, samples: NDArray[np.int64]) -> None:
-        """Wait for blocks that hold some samples, unless that takes unusually long."""
-        if self._blocks is None:
-            return
-        for block in np.unique(self._blocks.numbers[samples]).tolist():
-            if block < 0:
-                continue
+    def _wait_for_blocks(self, samples: NDArray[np.int64]) -> bool:
+        """Wait for blocks that hold some samples, unless that takes unusually long; return whether there are any."""
+        blocks = [] if self._blocks is None else np.unique(self._blocks.numbers[samples]).tolist()
+        blocks = [block for block in blocks if block >= 0]
+        for block in blocks:
             future = self._ask_for_block(block)
             if not future.done():
                 self._grow()
@@ -106,6 +105,7 @@ class Window:
                     self.counts.hedged += 1
                     continue
             future.result()
+        return bool(blocks)
 
     def _wait_for(self, sample: int, entry: _Sample) -> memoryview:
         if entry.data.done():

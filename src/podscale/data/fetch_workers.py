@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-MIN_REQUESTS, MAX_REQUESTS = 16, 128  # in flight
+MIN_REQUESTS, MAX_REQUESTS = 8, 128  # in flight
 T = TypeVar("T")
 
 

@@ -39,7 +39,7 @@ FORMATS: Registry[Format] = Registry(
     "data source",
     {"folder": folder.FORMAT, "tar": tar.FORMAT, "tfrecord": tfrecord.FORMAT, "parquet": parquet.FORMAT},
 )
-BUCKET_THREADS = 128  # that scan shards; each waits for one answer at a time
+BUCKET_THREADS = 160  # that scan shards; each waits for one answer at a time: 5,300 a second at 30 ms, as S3 allows
 SHARD_ENDINGS = MappingProxyType({"tar": ".tar", "tfrecord": ".tfrecord", "parquet": ".parquet"})
 MAX_JOURNAL_BYTES = 2**28
 MAX_WARNINGS = 3
