@@ -11,8 +11,9 @@ until there are as many as asked for, in tars of 1,000. Each case is a process o
 pinned to core 1, and waits before every answer (libnginx-mod-http-echo) where latency is asked for. A case reads two
 passes of the training order as crops of 224 x 224: the first with empty caches, the second with what the first has
 left on disk. Printed are images per second of wall time, and milliseconds of this process's CPU time per image, which
-other programs on the machine disturb less. The index is made beforehand, and so are the files that a peer reads
-instead of tars; `bucket_index.py` times the index.
+other programs on the machine disturb less. Before each case as many bytes as the data has are written and deleted,
+since a virtual machine's memory is slow when it is first used. The index is made beforehand, and so are the files
+that a peer reads instead of tars; `bucket_index.py` times the index.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from bucket_peers import BATCH, PASSES, SIZE, Clock
 
 LOADER_CORE, SERVER_CORE = 0, 1
 PER_SHARD = 1000
+SCRATCH_BYTES = 2**24
 PEERS_FILE = Path(__file__).with_name("bucket_peers.py")
 PEER_NAMES = MappingProxyType({"webdataset": "WebDataset", "litdata": "LitData", "mds": "MosaicML Streaming"})
 Result = dict[str, float]
@@ -208,6 +210,15 @@ def prepare(arguments: argparse.Namespace, root: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)  # it is left out for lack of data
 
 
+def warm_memory(root: Path) -> None:
+    """Write and delete a file as large as the data, so that no case is the first to use a virtual machine's memory."""
+    path, size = root / "scratch", sum(path.stat().st_size for path in (root / "tars").glob("*.tar"))
+    with path.open("wb") as file:
+        for _ in range(-(-size // SCRATCH_BYTES)):
+            file.write(bytes(SCRATCH_BYTES))
+    path.unlink()
+
+
 def show(name: str, results: list[Result], base: list[Result]) -> None:
     for number, (result, local) in enumerate(zip(results, base, strict=True), 1):
         ratio, cpu = result["images_per_s"] / local["images_per_s"], local["cpu_ms"] / result["cpu_ms"]
@@ -221,6 +232,7 @@ def show(name: str, results: list[Result], base: list[Result]) -> None:
 def measure_all(arguments: argparse.Namespace, root: Path) -> None:
     """Measure the disk, then each latency with Podscale and each peer, as often as asked for."""
     for _ in range(arguments.repeats):
+        warm_memory(root)
         local = run_podscale(str(root / "tars"), root / "cache")
         show("disk", local, local)
         for latency in arguments.latency_ms:
@@ -230,6 +242,7 @@ def measure_all(arguments: argparse.Namespace, root: Path) -> None:
                     cases[name] = functools.partial(run_peer, kind, arguments, address)
                 for name, run in cases.items():
                     shutil.rmtree(root / "cache", ignore_errors=True)
+                    warm_memory(root)
                     try:
                         show(f"{name}, {latency} ms", run(root / "cache"), local)
                     except (subprocess.CalledProcessError, StopIteration) as error:
