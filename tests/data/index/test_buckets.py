@@ -85,6 +85,21 @@ def test_images_are_not_fetched_to_index_shards(tmp_path, s3_server, bucket, pro
     assert sum(info.size for info in store.list()) > 3_000_000
 
 
+def test_shards_of_small_images_are_indexed_by_few_requests(tmp_path, s3_server, bucket, proxy):
+    root = tmp_path / "tars"
+    root.mkdir()
+    for split, count in (("train", 300), ("val", 2)):
+        with tarfile.open(root / f"{split}-0.tar", "w") as tar:
+            for i in range(count):
+                writers.add_member(tar, f"{i % 2}/{i}.jpg", writers.make_image(i % 3))
+    assert (root / "train-0.tar").stat().st_size > 2**18
+    upload_folder(root, s3_server, bucket, "data")
+    before = proxy.count("GET")
+    ours = open_data_set(f"s3://{bucket}/data")
+    assert proxy.count("GET") - before < 16  # listings, and pages that double from 8 KiB on
+    assert_same_samples(ours, open_data_set(root))
+
+
 def test_one_process_indexes_and_the_others_ask_for_nothing(tmp_path, s3_server, bucket, proxy):
     _, url = upload("tar", tmp_path, s3_server, bucket)
     sent = []

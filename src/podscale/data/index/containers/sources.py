@@ -79,19 +79,19 @@ class BucketSource:
     one begins near the end of a page, pages grow: then reading on costs less than another request.
     """
 
-    MIN_PAGE, MAX_PAGE, NEAR = 2**13, 2**20, 2**16
+    MIN_PAGE, MAX_PAGE, NEAR = 2**13, 2**20, 2**14
     pages = 4  # a record's start, its end, and an image's long header
 
     def __init__(self, container: BucketContainer) -> None:
         self._path, self.measures = container.path, container.max_image_bytes
         info = container.info or self._path.stat()
         self.size, self._etag = info.size, info.etag
-        self._page, self._end = self.MIN_PAGE, -self.NEAR
+        self._page, self._start, self._end = self.MIN_PAGE, 0, -self.NEAR
 
     def read(self, start: int, count: int) -> memoryview:
-        is_near = 0 <= start - self._end < self.NEAR
+        is_near = start > self._start and start - self._end < self.NEAR  # what is asked for may begin on the last page
         self._page = min(2 * self._page, self.MAX_PAGE) if is_near else self.MIN_PAGE
-        self._end = min(start + max(count, self._page), self.size)
+        self._start, self._end = start, min(start + max(count, self._page), self.size)
         with explain_store_errors():
             return self._path.store.read_range(self._path.key, start, self._end, self._etag)
 
