@@ -41,13 +41,15 @@ CHIPS = MappingProxyType(
         "v6e": (1, 4, 32 << 30),
         "v100": (1, 8, 32 * 10**9),
         "a100": (1, 8, 40 * 10**9),
+        "a100-80gb": (1, 8, 80 * 10**9),
         "h100": (1, 8, 80 * 10**9),
+        "h100-96gb": (1, 8, 96 * 10**9),
         "h200": (1, 8, 141 * 10**9),
         "cpu": (1, 1, 4 << 30),
     }
 )
 THREE_DIMENSIONS = ("v4", "v5p")  # kinds whose torus may have a third dimension
-GPU_KINDS = ("v100", "a100", "h100", "h200")
+GPU_KINDS = ("v100", "a100", "a100-80gb", "h100", "h100-96gb", "h200")
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,15 @@ class Chip:
     slice_rate: float = 0.0
     slice_hop_s: float = 0.0
     points: tuple[tuple[int, float], ...] = ()  # (images per device, seconds per step), before `rate` sets their level
+    update_s: float = 0.0  # of the optimizer, likewise; 0: the points contain it
+    copy_s: float = 0.0  # of copying gradients into buckets and back, likewise
+    layout_s: float = 0.0  # of laying out the images for the first layer, likewise
+    kernels: int = 0
+    gap_s: float = 0.0
     curve: str = ""
     rate: float = 0.0
     rate_images: int = 0
+    rate_kernels: int = 0
     target: JsonObject = field(default_factory=dict, hash=False)
 
     @property
@@ -59,8 +65,8 @@ def find_chip(kind: str) -> Chip | None:
     Args:
         kind: a short name, such as "v3", or the name that JAX gives the device.
 
-    >>> find_chip("NVIDIA H200").kind, find_chip("TPU v5 lite").kind, find_chip("cpu")
-    ('h200', 'v5e', None)
+    >>> find_chip("NVIDIA H200").kind, find_chip("NVIDIA A100-SXM4-80GB").kind, find_chip("cpu")
+    ('h200', 'a100-80gb', None)
     """
     return _load_chips().get(_shorten_kind(kind))
 
@@ -89,16 +95,33 @@ def _shorten_kind(kind: str) -> str:
     name = kind.lower()
     if name in _JAX_NAMES:
         return _JAX_NAMES[name]
-    return next((part for part in name.replace("-", " ").split() if part in _load_chips()), name)
+    if name in _load_chips():
+        return name
+    parts = name.replace("-", " ").split()
+    kind = next((part for part in parts if part in _load_chips()), name)
+    variants = [f"{kind}-{part}" for part in parts if f"{kind}-{part}" in _load_chips()]  # with another memory
+    return variants[0] if variants else kind
 
 
 @functools.cache
 def _load_chips() -> dict[str, Chip]:
-    return {kind: _make_chip(kind, fields) for kind, fields in read_tables(__package__, "chips.toml").items()}
+    tables = read_tables(__package__, "chips.toml")
+    return {kind: _make_chip(kind, _complete_fields(fields, tables)) for kind, fields in tables.items()}
+
+
+def _complete_fields(fields: JsonObject, tables: JsonObject) -> JsonObject:
+    """Return a chip's fields with those of the chip that it is `like`, whose curve it borrows, without that one's rate."""
+    like = fields.get("like")
+    if not like:
+        return dict(fields)
+    own = {name: value for name, value in fields.items() if name != "like"}
+    shared = {name: value for name, value in tables[like].items() if name not in ("rate", "rate_images")}
+    return shared | own | {"curve": like}
 
 
 def _make_chip(kind: str, fields: JsonObject) -> Chip:
     clock = fields.pop("clock_hz", 1.0)
     curve = {images: count / clock for images, count in fields.pop("cycles", {}).items()} or fields.pop("seconds", {})
     points = sorted((int(images), float(seconds)) for images, seconds in curve.items())
-    return Chip(kind=kind, points=tuple(points), **fields)
+    others = {f"{part}_s": fields.pop(f"{part}_cycles", 0) / clock for part in ("update", "copy", "layout")}
+    return Chip(kind=kind, points=tuple(points), **others, **fields)

@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 
 from podscale.forecast.chips import Chip, get_chip
+from podscale.forecast.software import PODSCALE, Software
 from podscale.models import registry
 from podscale.models.functional import FunctionalModel, Tree, make_functional
 from podscale.models.jaxpr import iterate_equations, list_remat_layers
@@ -100,16 +101,30 @@ def predict_roofline_s(row: Chip, work: Work) -> float:
     return work.flops / row.flops + work.bytes / row.memory_rate
 
 
-def predict_step_s(row: Chip, work: Work, images: float) -> float:
-    """Return the seconds that one device takes to train on so many images."""
+def predict_step_s(row: Chip, work: Work, images: float, software: Software = PODSCALE) -> float:
+    """Return the seconds that one device takes to train on so many images and to update all parameters."""
+    return predict_images_s(row, work, images, software) + predict_update_s(row, work, software)
+
+
+def predict_images_s(row: Chip, work: Work, images: float, software: Software = PODSCALE) -> float:
+    """Return the seconds of the forward and backward pass of so many images, and of their layout."""
     curve = _load_curve(row.kind)
     scale = predict_roofline_s(row, work) / predict_roofline_s(row, RESNET50)
-    return curve.fixed_s * work.layers / RESNET50.layers + scale * curve.predict_images_s(images)
+    fixed_s = (curve.fixed_s - _predict_saved_gaps_s(row, software.kernels)) * work.layers / RESNET50.layers
+    layout_s = 0.0 if software.host_layout else curve.layout_s
+    return fixed_s + scale * curve.predict_images_s(images) + layout_s
 
 
-def predict_forward_s(row: Chip, work: Work, images: float) -> float:
+def predict_update_s(row: Chip, work: Work, software: Software = PODSCALE, share: float = 1.0) -> float:
+    """Return the seconds in which a device updates this share of the parameters, copies of the gradients included."""
+    curve = _load_curve(row.kind)
+    copy_s = 0.0 if software.sums_in_place else curve.copy_s
+    return (share * curve.update_s + copy_s) * work.parameters / RESNET50.parameters
+
+
+def predict_forward_s(row: Chip, work: Work, images: float, software: Software = PODSCALE) -> float:
     """Return the seconds that one device takes to evaluate so many images."""
-    return FORWARD * predict_step_s(row, work, images)
+    return FORWARD * predict_images_s(row, work, images, software)
 
 
 def predict_best_rate(row: Chip, work: Work) -> float:
@@ -120,10 +135,16 @@ def predict_best_rate(row: Chip, work: Work) -> float:
 
 @dataclass(frozen=True)
 class _Curve:
-    """A step's seconds as a function of images per device: `fixed_s`, plus `points` of (images, seconds)."""
+    """A step's seconds as a function of images per device: `fixed_s`, plus `points` of (images, seconds).
+
+    The other parts do not depend on the images; they are 0 where the points contain them.
+    """
 
     fixed_s: float
     points: tuple[tuple[int, float], ...]
+    update_s: float = 0.0
+    copy_s: float = 0.0
+    layout_s: float = 0.0
 
     def predict_images_s(self, images: float) -> float:
         """Interpolate linearly between the points, starting from 0 seconds at 0 images; extrapolate past the last."""
@@ -133,35 +154,43 @@ class _Curve:
 
     def fit_line(self) -> "_Curve":
         """Return the straight line through the first and the last point: the bends do not carry over to other chips."""
-        return _split_curve((self._point(0), self._point(-1)))
+        line = _split_points((self._point(0), self._point(-1)))
+        return replace(self, fixed_s=line.fixed_s, points=line.points)
 
     def _point(self, index: int) -> tuple[int, float]:
         images, seconds = self.points[index]
         return images, self.fixed_s + seconds
 
     def scale(self, fixed: float, images: float) -> "_Curve":
-        """Return the curve with its fixed cost and its cost of the images scaled by these factors."""
-        return _Curve(self.fixed_s * fixed, tuple((m, t * images) for m, t in self.points))
+        """Return the curve with its fixed parts and its cost of the images scaled by these factors."""
+        parts = {name: fixed * getattr(self, name) for name in ("fixed_s", "update_s", "copy_s", "layout_s")}
+        return _Curve(points=tuple((m, t * images) for m, t in self.points), **parts)
 
 
 @functools.cache
 def _load_curve(kind: str) -> _Curve:
     """Return the chip's own curve, or the curve it borrows from another chip, scaled to its level.
 
-    On a TPU the fixed cost of a step is work as well (weights to load and to update) and scales with the chip. On a
-    GPU it is hundreds of kernels launched one after the other, and scales with the clock.
+    On a TPU the fixed cost of a step is work as well (weights to load) and scales with the chip. On a GPU it is hundreds
+    of kernels launched one after the other, and scales with the clock and with their number.
     """
     row = get_chip(kind)
     if row.points:
         level = _compute_level(row)
-        return _split_curve(row.points).scale(level, level)
+        return _make_curve(row).scale(level, level)
     lender, borrowed = get_chip(row.curve), _load_curve(row.curve).fit_line()
+    clocks = _compute_clock_ratio(lender, row)
     if not row.rate:
-        ratio = predict_roofline_s(row, RESNET50) * row.cores / (predict_roofline_s(lender, RESNET50) * lender.cores)
-        return borrowed.scale(ratio if row.is_torus else _compute_clock_ratio(lender, row), ratio)
+        ratio = _compute_roofline_ratio(row, lender)
+        return borrowed.scale(ratio if row.is_torus else clocks, ratio)
     published = row.rate_images * row.cores / row.rate
-    fixed = _compute_clock_ratio(lender, row)
-    return borrowed.scale(fixed, (published - fixed * borrowed.fixed_s) / borrowed.predict_images_s(row.rate_images))
+    fixed_s = clocks * borrowed.fixed_s - _predict_saved_gaps_s(row, row.rate_kernels)
+    return borrowed.scale(clocks, (published - fixed_s) / borrowed.predict_images_s(row.rate_images))
+
+
+def _compute_roofline_ratio(row: Chip, lender: Chip) -> float:
+    """Return how much longer a device takes for its images than one of the lender's, by their peak rates."""
+    return predict_roofline_s(row, RESNET50) * row.cores / (predict_roofline_s(lender, RESNET50) * lender.cores)
 
 
 def _compute_clock_ratio(lender: Chip, row: Chip) -> float:
@@ -170,15 +199,43 @@ def _compute_clock_ratio(lender: Chip, row: Chip) -> float:
     return float(lender.target[name] / row.target[name]) if row.target and lender.target else 1.0
 
 
+def _predict_saved_gaps_s(row: Chip, kernels: int) -> float:
+    """Return the seconds that a program of so many kernels saves between them, against that of the curve.
+
+    The curve may be another chip's. Nothing is saved where no number of kernels is known.
+    """
+    counted = row
+    while not counted.kernels and counted.curve:
+        counted = get_chip(counted.curve)
+    if not kernels or not counted.kernels:
+        return 0.0
+    return (counted.kernels - kernels) * counted.gap_s * _compute_clock_ratio(counted, row)
+
+
 def _compute_level(row: Chip) -> float:
-    """Return published over estimated seconds: of the chip itself, else of the chip that `curve` names, else 1."""
+    """Return published over estimated seconds: by the chip's own rate, else by the chip that `curve` names, else 1.
+
+    Without a rate of its own, a chip with many images a device takes as long for them as that other chip, by their
+    rooflines. The published rates are those of programs whose hosts lay out the images and whose sums are in place.
+    """
+    curve = _make_curve(row)
     if row.rate:
-        curve = _split_curve(row.points)
-        return row.rate_images * row.cores / row.rate / (curve.fixed_s + curve.predict_images_s(row.rate_images))
-    return _compute_level(get_chip(row.curve)) if row.curve else 1.0
+        estimate = curve.fixed_s + curve.predict_images_s(row.rate_images) + curve.update_s
+        return row.rate_images * row.cores / row.rate / estimate
+    if not row.curve:
+        return 1.0
+    images = row.points[-1][0]
+    lent, lender = _load_curve(row.curve), get_chip(row.curve)
+    lent_s = lent.fixed_s + lent.predict_images_s(images)
+    return _compute_roofline_ratio(row, lender) * lent_s / (curve.fixed_s + curve.predict_images_s(images))
 
 
-def _split_curve(points: tuple[tuple[int, float], ...]) -> _Curve:
+def _make_curve(row: Chip) -> _Curve:
+    """Return the curve of a chip's own points, before its level."""
+    return replace(_split_points(row.points), update_s=row.update_s, copy_s=row.copy_s, layout_s=row.layout_s)
+
+
+def _split_points(points: tuple[tuple[int, float], ...]) -> _Curve:
     """Split points into the fixed cost of a step, by the line through the first two, and the cost of the images."""
     (m0, t0), (m1, t1) = points[:2]
     fixed = max(t0 - (t1 - t0) / (m1 - m0) * m0, 0.0)

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from podscale.config.json_types import JsonObject
 from podscale.forecast import network
 from podscale.forecast.chips import Chip, get_chip
-from podscale.forecast.compute import FORWARD, Work, predict_best_rate, predict_forward_s, predict_step_s
+from podscale.forecast.compute import (
+    FORWARD,
+    Work,
+    predict_best_rate,
+    predict_forward_s,
+    predict_images_s,
+    predict_update_s,
+)
+from podscale.forecast.software import PODSCALE, Software
 from podscale.parallel.strategies import STRATEGIES
 from podscale.parallel.summation import PAYLOADS, Load
 from podscale.plan import Plan
@@ -37,6 +45,7 @@ class Forecast:
     few_images_s: float  # the part of compute_s that is lost because a device has few images
     summations: dict[str, float]  # seconds by strategy, overlapped or not
     eval_s: float  # of one evaluation
+    start_s: float = 0.0  # before the training runs at full speed; of the whole training
 
     @property
     def device_s(self) -> float:
@@ -71,7 +80,7 @@ class Forecast:
     @property
     def train_s(self) -> float:
         """The whole training, evaluations included."""
-        return self.plan.steps * self.step_s + self.evals_s
+        return self.start_s + self.plan.steps * self.step_s + self.evals_s
 
     @property
     def chip_hours(self) -> float:
@@ -96,31 +105,43 @@ class Forecast:
         return self.host_images_per_s * self.device_s / self.input_s
 
 
-def make_forecast(plan: Plan, work: Work) -> Forecast:
+def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Forecast:
     """Predict the times of a plan from the figures in chips.toml for its pod.
 
     Args:
         plan: a recipe on a pod.
         work: what the recipe's model demands, from `compute.count_work`.
+        software: the program that trains.
 
     Raises:
         UserError: chips.toml does not describe the pod's kind of chip.
     """
     row = get_chip(plan.pod.kind)
-    compute_s = plan.micro_batches * predict_step_s(row, work, plan.micro_images)
+    images_s = plan.micro_batches * predict_images_s(row, work, plan.micro_images, software)
+    compute_s = images_s + predict_update_s(row, work, software, _compute_update_share(plan, software))
     ideal_s = plan.images_per_device / predict_best_rate(row, work)
     load, links = _make_load(plan, work), network.PodLinks(plan.pod)
     sums = {name: strategy.predict_s(links, load) for name, strategy in STRATEGIES.items()}
+    hides = row.hides if software.overlaps_sums else 0.0
     return Forecast(
         plan=plan,
         compute_s=compute_s,
-        batch_norm_s=_predict_batch_norm_s(plan, work),
-        summation_s=_predict_exposed_s(plan, row, load, sums[plan.options.summation], compute_s),
+        batch_norm_s=_predict_batch_norm_s(plan, work, software),
+        summation_s=_predict_exposed_s(plan, hides, load, sums[plan.options.summation], images_s),
         input_s=_predict_input_s(plan, row),
         few_images_s=max(compute_s - ideal_s, 0.0),
         summations=sums,
-        eval_s=_predict_eval_s(plan, row, work),
+        eval_s=_predict_eval_s(plan, row, work, software),
+        start_s=software.start_s,
     )
+
+
+def _compute_update_share(plan: Plan, software: Software) -> float:
+    """Return the share of the parameters that each device updates."""
+    devices = plan.pod.size
+    if software.shards_update:
+        return 1 / devices
+    return STRATEGIES[plan.options.summation].count_state_bytes(devices, devices) / devices
 
 
 def _make_load(plan: Plan, work: Work) -> Load:
@@ -136,14 +157,14 @@ def _make_load(plan: Plan, work: Work) -> Load:
     )
 
 
-def _predict_exposed_s(plan: Plan, row: Chip, load: Load, summation_s: float, compute_s: float) -> float:
+def _predict_exposed_s(plan: Plan, hides: float, load: Load, summation_s: float, images_s: float) -> float:
     """Return the part of the summation that does not overlap with the backward pass: at least the last bucket."""
-    backward_s = (1 - FORWARD) * compute_s / plan.micro_batches  # only the last micro-batch's
-    hidden_s = min(row.hides * summation_s, backward_s) * (1 - 1 / load.buckets)
+    backward_s = (1 - FORWARD) * images_s / plan.micro_batches  # only the last micro-batch's
+    hidden_s = min(hides * summation_s, backward_s) * (1 - 1 / load.buckets)
     return summation_s - hidden_s
 
 
-def _predict_batch_norm_s(plan: Plan, work: Work) -> float:
+def _predict_batch_norm_s(plan: Plan, work: Work, software: Software) -> float:
     """Return the seconds of batch norm's messages, where groups span devices.
 
     Each batch norm sends one message forward and one backward in each micro-batch.
@@ -151,6 +172,7 @@ def _predict_batch_norm_s(plan: Plan, work: Work) -> float:
     if not plan.groups.axes or not work.norms:
         return 0.0
     message_s = network.predict_group_s(plan.pod, plan.tile, 2 * 4 * work.norm_channels / work.norms)
+    message_s -= get_chip(plan.pod.kind).start_s if software.peer_norms else 0.0
     return 2 * work.norms * plan.micro_batches * message_s
 
 
@@ -171,9 +193,9 @@ def _count_host_cores(plan: Plan, row: Chip) -> float:
     return row.host_cores * min(1.0, chips / row.chips_per_host)
 
 
-def _predict_eval_s(plan: Plan, row: Chip, work: Work) -> float:
+def _predict_eval_s(plan: Plan, row: Chip, work: Work, software: Software) -> float:
     calls = math.ceil(plan.counts.val / (plan.eval_images * plan.pod.size))
-    return calls * predict_forward_s(row, work, plan.eval_images)
+    return software.eval_s + calls * predict_forward_s(row, work, plan.eval_images, software)
 
 
 # --- comparison with a run -------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Compare the model of time with published trainings on pods, with the error of every row."""
 
+import re
 import statistics
 import zlib
 from dataclasses import asdict, dataclass
@@ -8,15 +9,18 @@ from podscale import plan as plans
 from podscale import recipe as recipes
 from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
+from podscale.errors import UserError
 from podscale.forecast import chips
 from podscale.forecast.compute import RESNET50
 from podscale.forecast.model import Forecast, format_duration, make_forecast
+from podscale.forecast.software import Software
 from podscale.plan import Counts, Plan
-from podscale.pod import named_pod
+from podscale.pod import CHIPS, named_pod
 
 IMAGENET = Counts(1_281_167, 50_000, 1000)
 EVAL_EPOCHS = 4  # MLPerf's rule
-ONE_SUM = Options(bucket_mib=0)  # the TPU compiler joins all sums unless it is given a limit, as podscale gives it
+PAPER = "paper"  # the round of a run that is not MLPerf's
+OPTIONS = ("summation", "payload", "bucket_mib")  # that a row of [[software]] may set
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,12 @@ class PublishedRun:
     source: str
     span: int = 64  # 0: each device's own images
     evals: int = 0  # 0: one every fourth epoch
+
+    @property
+    def round(self) -> str:
+        """MLPerf's round, such as "0.7"."""
+        match = re.search(r"\b\d\.\d\b", self.name)
+        return match[0] if match else PAPER
 
     @property
     def images_per_s(self) -> float:
@@ -77,9 +87,36 @@ def find_half(name: str, known: list[str]) -> str:
 
 
 def _read_result(row: JsonObject) -> PublishedRun:
-    fields = {name: row[name] for name in ("pod", "batch", "epochs", "seconds", "evals")}
+    fields = {name: row[name] for name in ("batch", "epochs", "seconds", "evals")}
+    fields["pod"] = _name_pod(row["pod"], row["chip"])
     source = f"mlcommons/training_results_v{row['id'].partition('/')[0]}: {row['log']}"
     return PublishedRun(name=row["id"], span=row.get("span", 0), listed=True, source=source, **fields)
+
+
+def _name_pod(pod: str, chip: str) -> str:
+    """Return the pod with the kind of chip that has as much memory as the system description says.
+
+    >>> _name_pod("a100:2x8", "A100-SXM4-80GB (400W)"), _name_pod("a100:2x8", "A100-SXM4-40GB")
+    ('a100-80gb:2x8', 'a100:2x8')
+    """
+    kind, _, shape = pod.partition(":")
+    memory = re.search(r"\d+GB", chip)
+    variant = f"{kind}-{memory[0].lower()}" if memory else kind
+    return f"{variant if variant in CHIPS else kind}:{shape}"
+
+
+def find_software(run: PublishedRun) -> tuple[Software, Options]:
+    """Return the program of a published run, and the options of its plan.
+
+    Raises:
+        UserError: published.toml describes no program for it.
+    """
+    family = "gpu" if named_pod(run.pod).is_gpu_cluster else "tpu"
+    for row in chips.read_tables(__package__, "published.toml")["software"]:
+        if row["family"] == family and run.round in row["rounds"]:
+            facts = {name: row[name] for name in row if name in Software.__dataclass_fields__}
+            return Software(**facts), Options(**{name: row[name] for name in OPTIONS if name in row})
+    raise UserError(f"published.toml describes no program of {run.name}")
 
 
 def compare_runs(part: str = "known") -> list[Comparison]:
@@ -93,11 +130,11 @@ def compute_median_error(comparisons: list[Comparison]) -> float:
 
 
 def _forecast_run(run: PublishedRun) -> Forecast:
-    return make_forecast(plan_run(run), RESNET50)
+    return make_forecast(plan_run(run), RESNET50, find_software(run)[0])
 
 
 def plan_run(run: PublishedRun) -> Plan:
-    """Return the plan of a published run; on GPUs, gradients are summed in buckets as there."""
+    """Return the plan of a published run, with the options of its program."""
     pod = named_pod(run.pod)
     changes = {
         "batch.size": run.batch,
@@ -107,7 +144,7 @@ def plan_run(run: PublishedRun) -> Plan:
         "train.eval_epochs": round(run.epochs / run.evals) if run.evals else EVAL_EPOCHS,
     }
     recipe = recipes.override_recipe(recipes.load_recipe("resnet50-imagenet-32k"), changes)
-    return plans.make_plan(recipe, pod, IMAGENET, Options() if pod.is_gpu_cluster else ONE_SUM)
+    return plans.make_plan(recipe, pod, IMAGENET, find_software(run)[1])
 
 
 HEADER = ("run", "pod", "batch", "epochs", "published", "predicted", "error", "limited by")
