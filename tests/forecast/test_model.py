@@ -19,6 +19,7 @@ from podscale.errors import UserError
 from podscale.forecast import chips, compute, model
 from podscale.forecast.chips import get_chip, list_kinds
 from podscale.forecast.compute import RESNET50, predict_step_s
+from podscale.forecast.software import PODSCALE, Software
 from podscale.models.functional import make_functional
 from podscale.plan import Memory
 from podscale.planner import plot, published, search
@@ -31,8 +32,8 @@ RESNET = recipes.load_recipe("resnet50-imagenet-32k")
 MEMORY = Memory(parameters=300 << 20, optimizer=100 << 20, input_per_image=150_528, activations_per_image=50_000_000)
 
 
-def predict(pod, recipe=RESNET, work=RESNET50, **options):
-    return model.make_forecast(plans.make_plan(recipe, named_pod(pod), IMAGENET, Options(**options)), work)
+def predict(pod, recipe=RESNET, work=RESNET50, software=PODSCALE, **options):
+    return model.make_forecast(plans.make_plan(recipe, named_pod(pod), IMAGENET, Options(**options)), work, software)
 
 
 @pytest.fixture
@@ -60,9 +61,9 @@ def test_the_seven_published_runs_are_predicted():
 
 def test_other_chips_and_sizes_are_predicted_with_the_same_constants():
     others = {c.run.pod: c.error for c in published.compare_runs() if not c.run.listed}
-    assert abs(others["v4:8x8x4"]) <= 0.15  # no rate of the v4 is known: its level is the v3's
-    assert abs(others["v3:32x128"]) <= 0.40
-    assert abs(others["v2:16x16"]) <= 0.40
+    assert abs(others["v4:8x8x4"]) <= 0.25  # no rate of the v4 is known: its level is the v3's
+    assert abs(others["v3:32x128"]) <= 0.10
+    assert abs(others["v2:16x16"]) <= 0.10
 
 
 def test_the_tpu_compilers_cycles_are_close_to_measured_boards():
@@ -73,7 +74,9 @@ def test_the_tpu_compilers_cycles_are_close_to_measured_boards():
 @pytest.mark.parametrize("kind", [kind for kind in list_kinds() if get_chip(kind).rate])
 def test_a_chip_trains_at_its_published_rate(kind):
     row = get_chip(kind)
-    assert row.rate_images * row.cores / predict_step_s(row, RESNET50, row.rate_images) == pytest.approx(row.rate)
+    program = Software(kernels=row.rate_kernels, host_layout=True, sums_in_place=True)
+    seconds = predict_step_s(row, RESNET50, row.rate_images, program)
+    assert row.rate_images * row.cores / seconds == pytest.approx(row.rate)
 
 
 # --- compute -------------------------------------------------------------------------------------------------------
@@ -163,6 +166,78 @@ def test_a_kind_without_a_row_is_refused_in_one_sentence():
         predict("cpu:2x2")
 
 
+# --- programs other than Podscale's ----------------------------------------------------------------------------------
+
+
+def test_a_sharded_update_takes_its_share_of_the_time():
+    whole, sharded = (predict("v3:32x32", summation=name).compute_s for name in ("xla", "sharded"))
+    update_s = compute._load_curve("v3").update_s
+    assert whole - sharded == pytest.approx(update_s * (1 - 1 / 2048))
+    assert predict("v3:32x32", software=Software(shards_update=True)).compute_s == pytest.approx(sharded)
+
+
+def test_a_sharded_sum_gathers_unrounded_parameters():
+    rounded, mixed, unrounded = (
+        predict("v4:8x8x8", software=Software(shards_update=shards), payload=payload).summation_s
+        for shards, payload in ((False, "bfloat16"), (True, "bfloat16"), (True, "float32"))
+    )
+    assert rounded < mixed < unrounded
+    assert unrounded == predict("v4:8x8x8").summation_s
+
+
+@pytest.mark.parametrize(("field", "part"), [("host_layout", "layout_s"), ("sums_in_place", "copy_s")])
+def test_what_a_program_leaves_to_others_costs_the_same_however_many_images(field, part):
+    row, program = get_chip("v4"), Software(**{field: True})
+    saved = [predict_step_s(row, RESNET50, n) - predict_step_s(row, RESNET50, n, program) for n in (8, 64)]
+    assert saved == pytest.approx([getattr(compute._load_curve("v4"), part)] * 2)
+    assert saved[0] > 0
+
+
+def test_fewer_kernels_save_the_gaps_between_them_on_gpus_only():
+    row = get_chip("h200")
+    saved = predict_step_s(row, RESNET50, 16) - predict_step_s(row, RESNET50, 16, Software(kernels=row.kernels - 100))
+    assert saved == pytest.approx(100 * row.gap_s)
+    slower = get_chip("a100")  # by its clock
+    less = predict_step_s(slower, RESNET50, 16) - predict_step_s(
+        slower, RESNET50, 16, Software(kernels=row.kernels - 100)
+    )
+    assert less == pytest.approx(saved * 1.98 / 1.41)
+    few = Software(kernels=100)
+    assert predict_step_s(get_chip("v3"), RESNET50, 16, few) == predict_step_s(get_chip("v3"), RESNET50, 16)
+
+
+def test_sums_that_do_not_overlap_take_all_of_their_time():
+    result = predict("h100:32x8", software=Software(overlaps_sums=False))
+    assert result.summation_s == result.summations["xla"]
+
+
+def test_norms_that_exchange_sums_in_their_kernels_start_no_collectives():
+    one, other = (predict("h100:512x8", software=Software(peer_norms=peers)).batch_norm_s for peers in (False, True))
+    assert one - other == pytest.approx(2 * RESNET50.norms * get_chip("h100").start_s)
+    assert other > 0
+
+
+def test_start_and_evaluations_of_a_program_add_to_the_training():
+    slow = predict("v3:32x32", software=Software(start_s=10.0, eval_s=2.0))
+    assert slow.train_s - predict("v3:32x32").train_s == pytest.approx(10 + 18 * 2)
+    assert slow.step_s == predict("v3:32x32").step_s
+
+
+def test_a_chip_with_faster_memory_trains_its_images_faster_by_the_roofline():
+    plain, fast = get_chip("a100"), get_chip("a100-80gb")
+    ratio = compute.predict_roofline_s(fast, RESNET50) / compute.predict_roofline_s(plain, RESNET50)
+    one, other = (predict_step_s(row, RESNET50, 500) - predict_step_s(row, RESNET50, 100) for row in (plain, fast))
+    assert other == pytest.approx(ratio * one)
+    assert compute._load_curve("a100-80gb").fixed_s == pytest.approx(compute._load_curve("a100").fixed_s)
+
+
+def test_many_images_take_a_v4_as_long_as_a_v3_by_their_rooflines():
+    ratio = compute._compute_roofline_ratio(get_chip("v4"), get_chip("v3"))
+    program = Software(host_layout=True, sums_in_place=True)
+    one, other = (compute.predict_images_s(get_chip(kind), RESNET50, 128, program) for kind in ("v3", "v4"))
+    assert other == pytest.approx(ratio * one)
+
+
 # --- comparison with a run -------------------------------------------------------------------------------------------
 
 
@@ -218,7 +293,19 @@ def test_every_pod_of_a_search_is_faster_than_the_smaller_ones():
     assert times == sorted(times, reverse=True)
     assert counts[0] == 1
     assert counts[-1] >= 1024
-    assert len({f.plan.recipe.batch.size for f in result}) > 2
+    assert len({f.plan.recipe.batch.size for f in result}) > 1
+
+
+def test_a_search_shares_out_the_update_where_that_is_faster():
+    (only,) = search_pods("v3:64")
+    assert only.plan.options.summation == "sharded"
+
+
+@pytest.mark.parametrize(("optimizer", "can"), [("lars", True), ("adamw", True), ("muon", False)])
+def test_a_search_tries_sharded_updates_if_the_optimizer_can_update_a_part_of_an_array(optimizer, can):
+    recipe = recipes.override_recipe(RESNET, {"optimizer.name": optimizer})
+    variants = search._iterate_variants(recipe, named_pod("v3:8x8"), IMAGENET, MEMORY)
+    assert ("sharded" in {plan.options.summation for plan in variants}) == can
 
 
 def test_a_search_keeps_to_its_chips_and_to_its_budget():

@@ -183,6 +183,15 @@ def test_a_tile_of_one_device_sends_nothing_and_a_larger_one_takes_longer():
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize(("name", "most"), [("v4:8x8", 8192), ("v3:8x8", 4096)])
+def test_small_sums_over_a_tile_go_round_once_and_larger_ones_twice(name, most):
+    pod, row = named_pod(name), get_chip(name[:2])
+    start = row.start_s + (pod.cores > 1) * row.hop_s
+    assert network.predict_group_s(pod, (2, 4), most) == pytest.approx(start + 7 * (row.hop_s + most / row.link_rate))
+    hop = row.hop_s + (most + 8) / 8 / row.link_rate
+    assert network.predict_group_s(pod, (2, 4), most + 8) == pytest.approx(start + 14 * hop)
+
+
 @pytest.mark.parametrize(("size", "rate", "hop"), [(0, 1.0, 0.0), (-1, 1.0, 0.0), (4, 0.0, 0.0), (4, 1.0, -1.0)])
 def test_an_impossible_axis_is_refused(size, rate, hop):
     with pytest.raises(UserError, match="is impossible"):

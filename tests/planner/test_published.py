@@ -1,9 +1,11 @@
 """Published runs: every row has its source, a half that a rule decides, and a plan."""
 
+import dataclasses
 import zlib
 
 import pytest
 
+from podscale.errors import UserError
 from podscale.forecast import chips
 from podscale.planner import published
 from podscale.pod import named_pod
@@ -43,6 +45,34 @@ def test_every_row_has_a_plan_on_as_many_chips(part):
         assert pod.rows * pod.cols == count[run.name]
         plan = published.plan_run(run)
         assert plan.images_per_device * pod.size == run.batch
+
+
+@pytest.mark.parametrize("part", ["known", "first", "second"])
+def test_every_run_has_a_program_with_a_source(part):
+    for run in published.load_runs(part):
+        software, options = published.find_software(run)
+        assert software.sums_in_place != named_pod(run.pod).is_gpu_cluster
+        assert options.summation in ("auto", "xla", "ring")
+    rows = chips.read_tables("podscale.planner", "published.toml")["software"]
+    assert all(len(row["source"]) > 10 for row in rows)
+
+
+def test_a_run_without_a_program_is_refused_in_one_sentence():
+    run = dataclasses.replace(published.load_runs("known")[0], name="MLPerf 9.9")
+    with pytest.raises(UserError, match=r"describes no program of MLPerf 9\.9"):
+        published.find_software(run)
+
+
+def test_updates_are_sharded_from_the_round_whose_paper_says_so():
+    shards = {run.round: published.find_software(run)[0].shards_update for run in published.load_runs("known")}
+    assert shards == {"0.5": False, "paper": False, "0.6": True, "0.7": True}
+
+
+def test_the_first_half_is_predicted():
+    errors = sorted(abs(c.error) for c in published.compare_runs("first"))
+    assert errors[len(errors) // 2] <= 0.05
+    assert sum(error > 0.25 for error in errors) <= 3
+    assert errors[-1] <= 0.30
 
 
 def test_boards_that_gave_a_chip_its_level_are_predicted():

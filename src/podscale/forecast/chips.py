@@ -110,7 +110,7 @@ def _load_chips() -> dict[str, Chip]:
 
 
 def _complete_fields(fields: JsonObject, tables: JsonObject) -> JsonObject:
-    """Return a chip's fields with those of the chip that it is `like`, whose curve it borrows, without that one's rate."""
+    """Return a chip's fields with those of the chip that it is `like`, whose curve it borrows, except the rate."""
     like = fields.get("like")
     if not like:
         return dict(fields)

@@ -171,8 +171,8 @@ class _Curve:
 def _load_curve(kind: str) -> _Curve:
     """Return the chip's own curve, or the curve it borrows from another chip, scaled to its level.
 
-    On a TPU the fixed cost of a step is work as well (weights to load) and scales with the chip. On a GPU it is hundreds
-    of kernels launched one after the other, and scales with the clock and with their number.
+    On a TPU the fixed cost of a step is work as well (weights to load) and scales with the chip. On a GPU it is
+    hundreds of kernels launched one after the other, and scales with the clock.
     """
     row = get_chip(kind)
     if row.points:

@@ -120,7 +120,7 @@ def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Fore
     images_s = plan.micro_batches * predict_images_s(row, work, plan.micro_images, software)
     compute_s = images_s + predict_update_s(row, work, software, _compute_update_share(plan, software))
     ideal_s = plan.images_per_device / predict_best_rate(row, work)
-    load, links = _make_load(plan, work), network.PodLinks(plan.pod)
+    load, links = _make_load(plan, work, software), network.PodLinks(plan.pod)
     sums = {name: strategy.predict_s(links, load) for name, strategy in STRATEGIES.items()}
     hides = row.hides if software.overlaps_sums else 0.0
     return Forecast(
@@ -144,9 +144,14 @@ def _compute_update_share(plan: Plan, software: Software) -> float:
     return STRATEGIES[plan.options.summation].count_state_bytes(devices, devices) / devices
 
 
-def _make_load(plan: Plan, work: Work) -> Load:
-    """Return what an update sends: gradients, in buckets, and the batch-norm moments."""
+def _make_load(plan: Plan, work: Work, software: Software) -> Load:
+    """Return what an update sends: gradients, in buckets, and the batch-norm moments.
+
+    Where the compiler's sum is cut in two to shard the update, its second half carries unrounded parameters.
+    """
     gradients = float(work.parameters * PAYLOADS[plan.options.payload])
+    if software.shards_update:
+        gradients = (gradients + work.parameters * PAYLOADS["float32"]) / 2
     bucket_bytes = plan.transfer.bucket_bytes
     return Load(
         gradients=gradients,

@@ -1,8 +1,8 @@
 """Describe how the program of a published run differs from Podscale's, where the difference costs or saves time.
 
-A forecast is made for Podscale's own program. Published runs were made by other programs on the same chips: they prepare
-the images' layout on the hosts, share out the update, launch fewer kernels, or do not overlap sums with the backward
-pass. Each of these is a fact about a program, with a source (`planner/published.toml`), not a number to fit.
+A forecast is made for Podscale's own program. Published runs were made by other programs on the same chips: they
+prepare the images' layout on the hosts, share out the update, launch fewer kernels, or do not overlap sums with the
+backward pass. Each of these is a fact about a program, with a source (`planner/published.toml`), not a number to fit.
 """
 
 from dataclasses import dataclass

@@ -85,6 +85,16 @@ def _make_rule(
             return RULES[name](settings, rate)
 
 
+def can_shard(recipe: Recipe) -> bool:
+    """Return whether the recipe's optimizer can update a part of each array: `plan.summation sharded` needs that.
+
+    >>> from podscale.recipe import load_recipe
+    >>> can_shard(load_recipe("resnet50-imagenet-32k"))
+    True
+    """
+    return recipe.optimizer.name in ("lars", *ELEMENTWISE_RULES)
+
+
 def register_optimizer(name: str) -> Callable[[Rule], Rule]:
     """Return a decorator that makes an update rule available to recipes under `name`.
 

@@ -12,7 +12,8 @@ from podscale.errors import UserError
 from podscale.forecast import chips
 from podscale.forecast.compute import Work
 from podscale.forecast.model import Forecast, make_forecast
-from podscale.parallel.strategies import list_replicated
+from podscale.optim.optimizers import can_shard
+from podscale.parallel.strategies import STRATEGIES, list_replicated
 from podscale.plan import Counts, Memory, Plan
 from podscale.pod import CHIPS, THREE_DIMENSIONS, Pod, named_pod
 from podscale.recipe import Recipe
@@ -138,14 +139,18 @@ def _iterate_plans(request: SearchRequest, recipe: Recipe, counts: Counts, memor
 
 
 def _iterate_variants(recipe: Recipe, pod: Pod, counts: Counts, memory: Memory) -> Iterator[Plan]:
-    """Yield the plans of the recipe on the pod: all numbers of micro-batches that fit its memory, all summations."""
+    """Yield the plans of the recipe on the pod: all numbers of micro-batches that fit its memory, all summations.
+
+    Those that share out the update are among them if the recipe's optimizer can update a part of an array.
+    """
+    summations = list(STRATEGIES) if can_shard(recipe) else list_replicated()
     for micro_batches in MICRO_BATCHES:
         try:
             plan = plans.make_plan(recipe, pod, counts, Options(micro_batches=micro_batches), memory)
         except UserError:  # the batch does not divide into these micro-batches, or no tile fits
             continue
         if memory.total(plan.micro_images, plan.input_images) <= plans.USABLE_SHARE * pod.memory_bytes:
-            for summation in list_replicated():
+            for summation in summations:
                 yield replace(plan, options=set_summation(plan.options, summation, plan.options.bucket_mib))
 
 
