@@ -183,6 +183,16 @@ def test_a_tile_of_one_device_sends_nothing_and_a_larger_one_takes_longer():
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize(
+    ("name", "closed"),
+    [("v3:32x32", (True, True)), ("v3:16x32", (True, False)), ("v4:4x4x8", (True,) * 3), ("v5e:8x8", (False,) * 2)],
+)
+def test_directions_share_the_links_of_rings_that_do_not_close(name, closed):
+    pod, rate = named_pod(name), get_chip(name.partition(":")[0]).link_rate
+    assert [axis.rate for axis in network.make_axes(pod)] == [rate] * len(closed)
+    assert [axis.rate for axis in network.make_axes(pod, both_ways=True)] == [rate if c else rate / 2 for c in closed]
+
+
 @pytest.mark.parametrize(("name", "most"), [("v4:8x8", 8192), ("v3:8x8", 4096)])
 def test_small_sums_over_a_tile_go_round_once_and_larger_ones_twice(name, most):
     pod, row = named_pod(name), get_chip(name[:2])

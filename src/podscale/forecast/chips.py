@@ -28,6 +28,7 @@ class Chip:
     start_s: float
     hides: float
     source: str
+    closes: int = 1
     node_rate: float = 0.0
     node_hop_s: float = 0.0
     slice_rate: float = 0.0

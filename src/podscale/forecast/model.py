@@ -46,6 +46,9 @@ class Forecast:
     summations: dict[str, float]  # seconds by strategy, overlapped or not
     eval_s: float  # of one evaluation
     start_s: float = 0.0  # before the training runs at full speed; of the whole training
+    update_s: float = (
+        0.0  # the part of compute_s in which each device updates parameters; 0 where it is not known apart
+    )
 
     @property
     def device_s(self) -> float:
@@ -64,6 +67,12 @@ class Forecast:
             "summation": self.summation_s,
             "idle": self.step_s - self.device_s,
         }
+
+    @property
+    def sharding_saves_s(self) -> float:
+        """Seconds that `plan.summation sharded` saves in a step whose sums hide behind nothing; below 0: it costs."""
+        share = 1 / self.plan.pod.size
+        return self.update_s * (1 - share) + self.summation_s - self.summations["sharded"]
 
     @property
     def images_per_s(self) -> float:
@@ -118,7 +127,8 @@ def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Fore
     """
     row = get_chip(plan.pod.kind)
     images_s = plan.micro_batches * predict_images_s(row, work, plan.micro_images, software)
-    compute_s = images_s + predict_update_s(row, work, software, _compute_update_share(plan, software))
+    share = _compute_update_share(plan, software)
+    compute_s = images_s + predict_update_s(row, work, software, share)
     ideal_s = plan.images_per_device / predict_best_rate(row, work)
     load, links = _make_load(plan, work, software), network.PodLinks(plan.pod)
     sums = {name: strategy.predict_s(links, load) for name, strategy in STRATEGIES.items()}
@@ -133,6 +143,7 @@ def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Fore
         summations=sums,
         eval_s=_predict_eval_s(plan, row, work, software),
         start_s=software.start_s,
+        update_s=predict_update_s(row, work, software, share) - predict_update_s(row, work, software, 0.0),
     )
 
 
@@ -253,12 +264,22 @@ def format_rows(forecast: Forecast) -> list[tuple[str, str]]:
         ),
         ("limited by", forecast.limit),
         ("summations", others),
+        *_format_sharding(forecast),
         (
             "host input",
             f"{forecast.host_images_per_s:,.0f} images/s per host needed, {forecast.host_capacity:,.0f} decoded by its "
             f"{_count_host_cores(forecast.plan, get_chip(forecast.plan.pod.kind)):.0f} cores: {enough}",
         ),
     ]
+
+
+def _format_sharding(forecast: Forecast) -> list[tuple[str, str]]:
+    """Return a row on what each device spends on the update, where that is known and the update is not sharded yet."""
+    if not forecast.update_s or forecast.plan.options.summation == "sharded":
+        return []
+    saves = forecast.sharding_saves_s
+    effect = f"{'saves' if saves > 0 else 'costs'} {abs(saves) * 1e3:.2f} ms a step"
+    return [("update", f"{forecast.update_s * 1e3:.2f} ms on every device; plan.summation sharded {effect}")]
 
 
 def to_dict(forecast: Forecast) -> JsonObject:
@@ -274,6 +295,7 @@ def to_dict(forecast: Forecast) -> JsonObject:
         "chip_hours": forecast.chip_hours,
         "limit": forecast.limit,
         "summations_s": forecast.summations,
+        "update_s": forecast.update_s,
         "host_images_per_s": {"needed": forecast.host_images_per_s, "possible": forecast.host_capacity},
     }
 

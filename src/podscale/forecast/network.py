@@ -91,11 +91,19 @@ def _join_axes(axes: Sequence[Axis]) -> Axis:
 # --- pods ----------------------------------------------------------------------------------------------------------
 
 
-def make_axes(pod: Pod) -> tuple[Axis, ...]:
-    """Return the pod's axes: along a row, along a column, and the third dimension if it has one."""
+def make_axes(pod: Pod, both_ways: bool = False) -> tuple[Axis, ...]:
+    """Return the pod's axes: along a row, along a column, and the third dimension if it has one.
+
+    Args:
+        pod: a pod of a known kind.
+        both_ways: rings run along each axis in both directions at once. In a slice too short for its rings to close, a
+            ring comes back through the links of the other direction, so that the two share their rate.
+    """
     row = get_chip(pod.kind)
     if row.is_torus:
-        return tuple(Axis(size, row.link_rate, row.hop_s) for size in pod.dims)
+        return tuple(
+            Axis(size, row.link_rate / (2 if both_ways and size % row.closes else 1), row.hop_s) for size in pod.dims
+        )
     within = Axis(pod.cols, row.link_rate, row.hop_s)
     return within, Axis(pod.rows, row.node_rate, row.node_hop_s)
 
@@ -122,7 +130,7 @@ class PodLinks:
         """Return the seconds to sum `size` bytes over all devices, an equal part along each path."""
         if self.pod.rows * self.pod.cols == 1:
             return self._predict_on_chip_s(size)
-        chip, axes = get_chip(self.pod.kind), _fold_axes(make_axes(self.pod))
+        chip, axes = get_chip(self.pod.kind), _fold_axes(make_axes(self.pod, both_ways=len(paths) > 1))
         if len(paths) > 1 and not chip.is_torus:  # all paths leave a GPU through the same port, two at a time each way
             axes = tuple(Axis(axis.size, axis.rate / 2, axis.hop_s) for axis in axes)
         axes = (*axes, make_slice_axis(self.pod))
@@ -133,7 +141,7 @@ class PodLinks:
         """Return the seconds of the compiler's own sum of `size` bytes over all devices."""
         if self.pod.rows * self.pod.cols == 1:
             return self._predict_on_chip_s(size)
-        chip, axes = get_chip(self.pod.kind), make_axes(self.pod)
+        chip, axes = get_chip(self.pod.kind), make_axes(self.pod, both_ways=True)
         seconds = chip.start_s + self._predict_on_chip_s(size) + _time_compiler_sum(chip, axes, size)
         return seconds + _time_between_slices(make_slice_axis(self.pod), size / math.prod(self.pod.dims))
 
