@@ -58,7 +58,7 @@ def _show_published(arguments: argparse.Namespace) -> JsonObject:
     comparisons = published.compare_runs(arguments.published)
     values = published.to_dict(comparisons)
     make_console(arguments).print(terminal.format_columns(published.HEADER, published.format_rows(comparisons)))
-    note = "* further checks, not counted; no constant comes from any row"
+    note = "* further checks, not counted; no constant of a chip comes from any row"
     if arguments.published != "known":
         note = f"{len(comparisons)} rows"
     make_console(arguments).print(
