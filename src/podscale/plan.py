@@ -50,11 +50,12 @@ class Memory:
     input_per_image: int = 0
     activations_per_image: int = 0
     images: int = 0  # the data set, where it is resident on the devices
+    update: int = 0  # of the optimizer's work, after activations are gone
 
     def total(self, micro_images: int, input_images: int) -> int:
         """Return all bytes, with so many images in a micro-batch, and so many in use or prefetched."""
         inputs, activations = self.input_per_image * input_images, self.activations_per_image * micro_images
-        return self.parameters + self.optimizer + self.images + inputs + activations
+        return self.parameters + self.optimizer + self.images + inputs + max(activations, self.update)
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,7 @@ class Plan:
             norm = f"{groups} group{'s' * (groups > 1)} of {b.span} inside each device"
         else:
             norm = f"groups of {b.span} over tiles of {h}x{w} chips" + (f" x {p.cores} cores" if p.cores > 1 else "")
-        lanes = self.recipe.data.lanes
-        need = self.memory.total(self.micro_images, self.input_images)
+        lanes, need = self.recipe.data.lanes, self.memory.total(self.micro_images, self.input_images)
         cores = f" x {p.cores} cores" if p.cores > 1 else ""
         hosts = f", {p.hosts} hosts" if p.hosts > 1 else ""
         parts = f" in {self.micro_batches} micro-batches of {self.micro_images}" if self.micro_batches > 1 else ""
@@ -216,6 +216,7 @@ class Plan:
             ("batch", f"{b.size:,} images, {self.images_per_device} per device{parts}"),
             ("batch norm", norm),
             ("summation", f"{self.options.summation}, {self.options.payload} payload"),
+            *([("muon", f"each matrix once a {self.options.orthogonalize}")] if self.memory.update else []),
             ("input", f"{lanes} lane{'s' * (lanes > 1)}, {count_lanes_per_host(self)} per host{resident}"),
             ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} per epoch), {self.steps_per_call} per call"),
             ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB per device{again}{excess}"),
@@ -237,6 +238,7 @@ class Plan:
             "kernels": self.kernels.name if self.kernels else "",
             "deterministic": self.options.deterministic,
             "remat": self.options.remat == "on",
+            "orthogonalize": self.options.orthogonalize,
             "lanes_per_host": count_lanes_per_host(self),
             "steps": self.steps,
             "steps_per_epoch": self.steps_per_epoch,
@@ -246,6 +248,7 @@ class Plan:
                 "optimizer": self.memory.optimizer,
                 "input": self.memory.input_per_image * self.input_images,
                 "activations": self.memory.activations_per_image * self.micro_images,
+                "update": self.memory.update,
                 "images": self.memory.images,
                 "limit": self.pod.memory_bytes,
             },
@@ -373,10 +376,7 @@ def _choose_micro_batches(
 def choose_tile(span: int, images: int, pod: Pod) -> tuple[int, int] | None:
     """Return the chips (rows, columns) of a slice that share a group: square, or of few GPU nodes; None if none fit.
 
-    Args:
-        span: images per group.
-        images: per device and micro-batch.
-        pod: the torus.
+    A group has `span` images, a device and micro-batch `images`.
 
     >>> choose_tile(64, 16, Pod("cpu", 4, 4)), choose_tile(64, 64, Pod("cpu", 4, 4))
     ((2, 2), (1, 1))

@@ -7,6 +7,8 @@ import optax
 import pytest
 
 from podscale.optim import newton_schulz, optimizers
+from podscale.optim.muon_matrices import Matrices, list_matrices
+from podscale.parallel.shared_matrices import Kind
 from podscale.recipe import Recipe, override_recipe
 
 
@@ -37,6 +39,56 @@ def test_sgd_updates_all_but_convolutions():
     updates, _ = update_once(params, gradients, **{"optimizer.weight_decay": 0.1})
     assert np.asarray(updates["kernel"]) == pytest.approx(-0.5 * (2 + 0.1))
     assert np.asarray(updates["bias"]) == pytest.approx(-0.5 * 3)
+
+
+def orthogonal(matrix):
+    left, _, right = np.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def test_dense_layers_but_the_head_move_along_orthogonal_matrices_and_fused_ones_along_several():
+    """Queries, keys and values are three matrices, though one layer computes them."""
+    random = np.random.default_rng(0)
+    shapes = {"dense": (12, 6), "qkv": (6, 18), "head": (6, 3)}
+    w, g = ({k: {"kernel": random.normal(size=s).astype(np.float32)} for k, s in shapes.items()} for _ in range(2))
+    changes = {"optimizer.name": "muon", "optimizer.weight_decay": 0, "optimizer.trust": 0.25}
+    rule = optimizers.make_optimizer(override_recipe(Recipe(), changes), 0.5, head="head")
+    updates = rule.update(g, rule.init(w), w)[0]
+    moved = {name: -np.asarray(layer["kernel"]) for name, layer in updates.items()}
+    directions = {
+        "dense": orthogonal(g["dense"]["kernel"]),
+        "qkv": np.concatenate([orthogonal(block) for block in np.split(g["qkv"]["kernel"], 3, axis=1)], axis=1),
+    }
+    for name, direction in directions.items():
+        length = 0.5 * 0.25 * np.linalg.norm(w[name]["kernel"])
+        assert np.linalg.norm(moved[name]) == pytest.approx(length, rel=1e-4)
+        assert (moved[name] * direction).sum() > 0.97 * length * np.linalg.norm(direction)
+    np.testing.assert_allclose(moved["head"], 0.5 * g["head"]["kernel"], rtol=1e-5)
+
+
+def test_positions_and_dense_layers_of_an_unknown_head_learn_by_sgd():
+    params = {"positions": np.ones((4, 3), np.float32), "layer": {"kernel": np.ones((4, 3), np.float32)}}
+    assert Matrices("head").label(params) == {"positions": False, "layer": {"kernel": True}}
+    assert Matrices().label(params) == {"positions": False, "layer": {"kernel": False}}
+
+
+def test_small_fused_layers_of_a_bfloat16_model_move_along_nearly_the_same_directions():
+    random = np.random.default_rng(0)
+    w, g = ({"qkv": {"kernel": random.normal(size=(16, 48)).astype(np.float32)}} for _ in range(2))
+    results = []
+    for precision in ("float32", "bfloat16"):
+        changes = {"optimizer.name": "muon", "model.precision": precision}
+        rule = optimizers.make_optimizer(override_recipe(Recipe(), changes), 0.5, head="head")
+        results.append(np.asarray(rule.update(g, rule.init(w), w)[0]["qkv"]["kernel"]))
+    assert np.linalg.norm(results[0] - results[1]) < 0.02 * np.linalg.norm(results[0])
+
+
+def test_operations_of_matrices_are_counted():
+    kinds = list_matrices(
+        {"qkv": {"kernel": np.ones((4, 12))}, "head": {"kernel": np.ones((4, 2))}}, "head", 5, "float32"
+    )
+    products = 2 * 2 * 4 * 4 * 4 + 2 * 4**3  # XXᵀ, its square, and the product with X
+    assert kinds == {"4x12 in 3": Kind(1, (4, 12), 3 * 5 * products)}
 
 
 def test_kernels_decay_towards_zero():

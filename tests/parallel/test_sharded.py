@@ -15,6 +15,8 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
 from podscale.optim import optimizers
+from podscale.optim.muon import Sharing
+from podscale.optim.muon_matrices import name_parameter
 from podscale.parallel import collectives, sharded
 from podscale.parallel.state_layout import StateLayout
 from podscale.parallel.strategies import STRATEGIES
@@ -27,10 +29,18 @@ from podscale.training.replicas import ReplicaCheck, ReplicaMismatchError
 RULES = [{"name": "lars", "form": form} for form in ("mlperf", "scaled", "optax")] + [
     {"name": "sgd"},
     {"name": "adamw"},
+    {"name": "muon"},
+    {"name": "muon", "renormalize": True, "nesterov": True},
 ]
 RATES = {"schedule.bias_peak": 3, "schedule.head_peak": 2, "schedule.stem_epochs": 20}
 ENDS = {"stem": "conv", "head": "head"}
-SHAPES = {"conv": {"kernel": (3, 3, 2, 5), "bias": (5,)}, "scale": (1,), "head": {"kernel": (7, 3)}}
+SHAPES = {
+    "conv": {"kernel": (3, 3, 2, 5), "bias": (5,)},
+    "qkv": {"kernel": (4, 12)},
+    "dense": {"kernel": (4, 12)},
+    "scale": (1,),
+    "head": {"kernel": (7, 3)},
+}
 PODS = [("2x2", 1), ("2x3", 2), ("1x4", 1), ("1x2*2", 2)]
 ROUNDING = 1e-12
 SHARDED = STRATEGIES["sharded"]
@@ -48,7 +58,11 @@ def make_recipe(**changes):
 
 def update_parts(recipe, mesh, params, gradients):
     """Return parameters and optimizer state after one update per gradient [step, device, ...], and their layout."""
-    optimizer = optimizers.make_optimizer(recipe, optax.linear_schedule(0.1, 0.2, 3), sharded.compute_norms, **ENDS)
+    shapes = {name_parameter(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    sharing = Sharing(shapes, SHARDED.share_matrices(()))
+    optimizer = optimizers.make_optimizer(
+        recipe, optax.linear_schedule(0.1, 0.2, 3), sharded.compute_norms, **ENDS, sharing=sharing
+    )
     layout, transfer = StateLayout(SHARDED, mesh, optimizer, params), Transfer(bucket_bytes=600)
 
     def body(params, state, gradient):
@@ -72,7 +86,9 @@ def pair_rules_with_pods():
     for i, rule in enumerate(RULES):
         for j, (shape, cores) in enumerate(PODS):
             marks = () if i % len(PODS) == j else pytest.mark.slow
-            yield pytest.param(rule, shape, cores, marks=marks, id=f"{rule.get('form', rule['name'])}-{shape}-{cores}")
+            yield pytest.param(
+                rule, shape, cores, marks=marks, id=f"{'-'.join(map(str, rule.values()))}-{shape}-{cores}"
+            )
 
 
 @pytest.mark.heavy
@@ -134,7 +150,7 @@ def test_scatter_and_gather_give_the_sum(payload):
     np.testing.assert_array_equal(call(x), np.tile(x.sum(0), (12, 1, 1)))
 
 
-@pytest.mark.parametrize("name", ["lars", "sgd", "adamw"])
+@pytest.mark.parametrize("name", ["lars", "sgd", "adamw", "muon"])
 def test_optimizer_bytes_shrink_with_the_number_of_devices(name):
     recipe, nbytes = make_recipe(**{"optimizer.name": name}), {}
     for shape in ("1x1", "1x2", "2x4"):
@@ -151,9 +167,11 @@ def torus_run(tmp_path_factory):
     return train(tmp_path_factory.mktemp("torus") / "run", "torus")
 
 
-def train(folder, summation, shape="2x2", until=None, **options):
+def train(folder, summation, shape="2x2", until=None, recipe=None, **options):
     torus, options = pod.make_pod(jax.devices(), shape), Options(summation=summation, **options)
-    loop.train(make_recipe(), pod=torus, options=options, folder=folder, until=until, console=Console(quiet=True))
+    loop.train(
+        recipe or make_recipe(), pod=torus, options=options, folder=folder, until=until, console=Console(quiet=True)
+    )
     return folder
 
 
@@ -169,6 +187,18 @@ def test_run_resumes_with_another_summation(torus_run, tmp_path, first, second):
     train(tmp_path, second, shape="2x4" if second == "sharded" else "2x2")
     assert len(read_losses(tmp_path)) == len(read_losses(torus_run)) == 23
     np.testing.assert_allclose(read_losses(tmp_path), read_losses(torus_run), rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_run_by_muon_resumes_with_another_summation_on_another_pod(tmp_path):
+    recipe = make_recipe(**{"optimizer.name": "muon", "optimizer.trust": 0.1, "schedule.peak": 0.2})
+    train(tmp_path / "alone", "xla", "1x1", recipe=recipe)
+    until = StopCondition("accuracy", 0.0)
+    for first, second in ((("xla", "1x1"), ("sharded", "2x4")), (("sharded", "2x4"), ("torus", "2x2"))):
+        folder = tmp_path / f"{first[0]}-{second[0]}"
+        train(folder, *first, until=until, recipe=recipe)
+        train(folder, *second, recipe=recipe)
+        np.testing.assert_allclose(read_losses(folder), read_losses(tmp_path / "alone"), rtol=2e-3)
 
 
 @pytest.mark.heavy

@@ -16,6 +16,7 @@ CASES = {
         {"optimizer.name": "muon", "optimizer.renormalize": True, "model.precision": "bfloat16"},
         {"summation": "ring"},
     ),
+    "sharded-muon": ({"optimizer.name": "muon"}, {"summation": "sharded"}),
     "rmsprop": ({"optimizer.name": "rmsprop", "schedule.layer_decay": 0.9}, {"summation": "xla"}),
     "lars-optax": ({"optimizer.form": "optax"}, {"summation": "sharded"}),
     "lars-scaled": ({"optimizer.form": "scaled"}, {"summation": "torus"}),

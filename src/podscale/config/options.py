@@ -62,6 +62,11 @@ class Options:
     )
     deterministic: bool = _field(False, "on GPU, bit-identical results every time, also after a resume; slower")
     keep: int = _field(2, "number of newest checkpoints to keep, besides the best one; at least 1")
+    orthogonalize: Literal["auto", "device", "row", "slice", "pod"] = _field(
+        "auto",
+        "which devices share the orthogonalization of muon's matrices: those of a row, a slice or the pod; "
+        "device: each does all; auto: what the forecast says is fastest (with summation sharded always the pod)",
+    )
 
 
 def set_summation(options: Options, name: str, bucket_mib: int) -> Options:

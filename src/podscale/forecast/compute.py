@@ -9,7 +9,8 @@ model's work.
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,9 @@ from podscale.forecast.software import PODSCALE, Software
 from podscale.models import registry
 from podscale.models.functional import FunctionalModel, Tree, make_functional
 from podscale.models.jaxpr import iterate_equations, list_remat_layers
+from podscale.optim.muon_matrices import list_matrices
 from podscale.parallel.batch_norm import Groups
+from podscale.parallel.shared_matrices import Kind
 from podscale.recipe import Recipe, list_size_shares
 
 # How often a training step moves the bytes of each convolution's output to or from memory. It reproduces the TPU
@@ -40,6 +43,7 @@ class Work:
     norms: int
     norm_channels: int  # of all batch norms
     parameters: int
+    matrices: Mapping[str, Kind] = field(default_factory=dict)  # that the optimizer orthogonalizes, by shape
 
 
 RESNET50 = Work(24.75e9, 253e6, 54, 53, 26_560, 25_557_032)  # at 224 px in bfloat16: the model of all curves
@@ -57,7 +61,15 @@ def count_model_work(recipe: Recipe, net: FunctionalModel, params: Tree, stats: 
     works = [_count_work_at(recipe, net, params, stats, size) for size, _ in sizes]
     flops = sum(share * work.flops for work, (_, share) in zip(works, sizes, strict=True))
     moved = sum(share * work.bytes for work, (_, share) in zip(works, sizes, strict=True))
-    return replace(works[-1], flops=flops, bytes=moved)
+    return replace(works[-1], flops=flops, bytes=moved, matrices=list_recipe_matrices(recipe, net, params))
+
+
+def list_recipe_matrices(recipe: Recipe, net: FunctionalModel, params: Tree) -> dict[str, Kind]:
+    """Return the matrices that the recipe's optimizer orthogonalizes: Muon's; parameters may be abstract."""
+    settings, trained = recipe.optimizer, net.split(params)[0]
+    if settings.name != "muon":
+        return {}
+    return list_matrices(trained, net.head, settings.newton_schulz, recipe.model.precision)
 
 
 def _count_work_at(recipe: Recipe, net: FunctionalModel, params: Tree, stats: Tree, size: int) -> Work:

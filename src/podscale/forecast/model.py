@@ -21,6 +21,7 @@ from podscale.forecast.compute import (
     predict_images_s,
     predict_update_s,
 )
+from podscale.forecast.orthogonalization import predict_orthogonalization_s
 from podscale.forecast.software import PODSCALE, Software
 from podscale.parallel.strategies import STRATEGIES
 from podscale.parallel.summation import PAYLOADS, Load
@@ -41,6 +42,7 @@ class Forecast:
     compute_s: float
     batch_norm_s: float
     summation_s: float  # the part that does not overlap with the backward pass
+    orthogonalization_s: float  # of Muon's matrices, messages included
     input_s: float  # that the hosts need to prepare a step's images
     few_images_s: float  # the part of compute_s that is lost because a device has few images
     summations: dict[str, float]  # seconds by strategy, overlapped or not
@@ -52,7 +54,7 @@ class Forecast:
 
     @property
     def device_s(self) -> float:
-        return self.compute_s + self.batch_norm_s + self.summation_s
+        return self.compute_s + self.batch_norm_s + self.summation_s + self.orthogonalization_s
 
     @property
     def step_s(self) -> float:
@@ -65,6 +67,7 @@ class Forecast:
             "compute": self.compute_s,
             "batch norm": self.batch_norm_s,
             "summation": self.summation_s,
+            "orthogonalization": self.orthogonalization_s,
             "idle": self.step_s - self.device_s,
         }
 
@@ -138,6 +141,9 @@ def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Fore
         compute_s=compute_s,
         batch_norm_s=_predict_batch_norm_s(plan, work, software),
         summation_s=_predict_exposed_s(plan, hides, load, sums[plan.options.summation], images_s),
+        orthogonalization_s=predict_orthogonalization_s(
+            plan.options, plan.pod, work.matrices, plan.recipe.optimizer.newton_schulz
+        ),
         input_s=_predict_input_s(plan, row),
         few_images_s=max(compute_s - ideal_s, 0.0),
         summations=sums,

@@ -7,7 +7,7 @@ every message of a torus on its links, one by one, and arrives at the same times
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from podscale.errors import UserError
 from podscale.forecast.chips import Chip, get_chip
@@ -198,3 +198,33 @@ def predict_group_s(pod: Pod, tile: tuple[int, int], size: float) -> float:
         return row.start_s + (pod.cores > 1) * row.hop_s + seconds
     within, between = Axis(w, row.link_rate, row.hop_s), Axis(h, row.node_rate, row.node_hop_s)
     return row.start_s + _time_compiler_sum(row, (within, between), size)
+
+
+def predict_gather_s(pod: Pod, group: str, size: float) -> float:
+    """Return the seconds in which the devices of each row, slice or pod gather `size` bytes, an equal part of each.
+
+    It is half of a sum over the same devices: along a row by one ring, over a slice or the pod as the compiler sums.
+    """
+    if group == "row":
+        return predict_group_s(pod, (1, pod.cols), size) / 2
+    one_slice = replace(pod, rows=pod.slice_rows, slices=1)
+    return PodLinks(pod if group == "pod" else one_slice).time_compiler_sum(size) / 2
+
+
+def predict_exchange_s(pod: Pod, size: float) -> float:
+    """Return the seconds in which every device sends `size` bytes, an equal part to each device of the pod.
+
+    On a torus half of all bytes cross the middle of its longest dimension, where two links of each ring lie; between
+    nodes and slices, all bytes pass the network card that are for others.
+    """
+    row = get_chip(pod.kind)
+    leaving = size * pod.cores  # of a chip
+    if row.is_torus:
+        hops = sum(dim // 2 for dim in pod.dims) * row.hop_s
+        inside = leaving * max(pod.dims) / (8 * row.link_rate) if max(pod.dims) > 1 else 0.0
+        slices = make_slice_axis(pod)
+        outside = leaving * (1 - 1 / slices.size) / slices.rate + (slices.size > 1) * slices.hop_s
+        return row.start_s + hops + inside + outside
+    inside = leaving * (1 - 1 / pod.cols) / row.link_rate + (pod.cols > 1) * row.hop_s
+    outside = leaving * (1 - 1 / pod.rows) / row.node_rate + row.node_hop_s if pod.rows > 1 else 0.0
+    return row.start_s + inside + outside

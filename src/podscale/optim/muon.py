@@ -1,8 +1,8 @@
-"""Muon: convolution kernels move along orthogonal matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+"""Muon: kernels move along orthogonal matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-Muon moves the kernel of every convolution, as a matrix, along the orthogonal matrix O nearest to its momentum, so that
-all directions of the kernel learn at the same rate. Here the step is a fraction of the kernel's own norm, as in LARS,
-with η `trust` and β weight decay:
+Muon moves the kernel of every convolution, and of every dense layer but the head, as a matrix, along the orthogonal
+matrix O nearest to its momentum, so that all directions of the kernel learn at the same rate. Here the step is a
+fraction of the kernel's own norm, as in LARS, with η `trust` and β weight decay:
 
     w ← w − lr·(η‖w‖/‖O‖·O + βw)
 
@@ -14,46 +14,75 @@ A kernel then keeps its norm, and moves less along directions that the Newton-Sc
 length. All other parameters learn by SGD.
 
 The small kernels of a bfloat16 model are orthogonalized together (`newton_schulz.py`), those of other models shape by
-shape (optax). Both have the same state, so that checkpoints of either are the same.
+shape (optax). Both have the same state, so that checkpoints of either are the same. Where devices share that work
+(`parallel/shared_matrices.py`), each orthogonalizes its kernels one by one, in the same way.
 """
 
 import math
 from dataclasses import replace
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath, tree_map_with_path
 from jaxtyping import Array, Float, PyTree
 
-from podscale.optim.newton_schulz import can_orthogonalize_jointly, orthogonalize_jointly
-from podscale.optim.norms import compute_norm, compute_norm_unflattened
+from podscale.optim.muon_matrices import Matrices, Stacks, count_blocks, describe_stacks, is_joint
+from podscale.optim.newton_schulz import orthogonalize_jointly
+from podscale.optim.norms import Norms, compute_norm, compute_norm_unflattened
 from podscale.optim.sgd import make_sgd
+from podscale.parallel.shared_matrices import SharedMap
 from podscale.recipe import Optimizer
 
-Kernel: TypeAlias = Float[Array, "height width inputs outputs"]
-Stacks: TypeAlias = dict[str, Float[Array, "_kernels _height _width _inputs _outputs"]]  # by shape
+Kernel: TypeAlias = Float[Array, "*inputs outputs"]
+
+
+class Sharing(NamedTuple):
+    """How devices share the orthogonalization.
+
+    Args:
+        shapes: of all parameters, by name; a device may hold only a part of each array.
+        map: computes a function of every matrix, each on one device.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    map: SharedMap
 
 
 def make_muon(
-    settings: Optimizer, learning_rate: optax.ScalarOrSchedule, precision: str = "float32"
+    settings: Optimizer,
+    learning_rate: optax.ScalarOrSchedule,
+    precision: str = "float32",
+    *,
+    head: str = "",
+    norms: Norms | None = None,
+    sharing: Sharing | None = None,
 ) -> optax.GradientTransformation:
-    """Return Muon for the kernels of convolutions and SGD for all other parameters.
+    """Return Muon for the kernels of convolutions and dense layers, and SGD for all other parameters.
 
     Args:
         settings: the recipe's section `optimizer`.
         learning_rate: a number, or a function of the step.
         precision: the model's; small kernels of a bfloat16 model are orthogonalized together.
+        head: path of the last layer, which SGD updates; if it is not known, SGD updates all dense layers.
+        norms: the norms of whole arrays, from the part of each that a device holds; None: devices hold whole arrays.
+        sharing: how devices share the work; None: every device orthogonalizes every kernel.
     """
-    orthogonalize = _scale_by_muon(settings, precision)
+    matrices = Matrices(head, sharing.shapes if sharing and norms else None)
+    orthogonalize = _scale_by_muon(settings, precision, matrices, sharing)
     rate = optax.scale_by_learning_rate(learning_rate)
     if settings.renormalize:
-        kernels = optax.chain(orthogonalize, optax.scale(settings.trust), rate, _renormalize())
+        kernels = optax.chain(orthogonalize, optax.scale(settings.trust), rate, _renormalize(matrices, norms))
     else:
         kernels = optax.chain(
-            orthogonalize, _scale_to_weight_norm(settings), optax.add_decayed_weights(settings.weight_decay), rate
+            orthogonalize,
+            _scale_to_weight_norm(settings, norms),
+            optax.add_decayed_weights(settings.weight_decay),
+            rate,
         )
-    return optax.partition({True: kernels, False: make_fallback(settings, learning_rate)}, _label_convolutions)
+    return optax.partition({True: kernels, False: make_fallback(settings, learning_rate)}, matrices.label)
 
 
 def make_fallback(settings: Optimizer, learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
@@ -61,35 +90,30 @@ def make_fallback(settings: Optimizer, learning_rate: optax.ScalarOrSchedule) ->
     return make_sgd(replace(settings, momentum=settings.rest_momentum or settings.momentum), learning_rate)
 
 
-def _label_convolutions(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda w: w.ndim == 4, params)
-
-
 # --- orthogonalization -----------------------------------------------------------------------------------------------
 
 
-def _scale_by_muon(settings: Optimizer, precision: str) -> optax.GradientTransformation:
+def _scale_by_muon(
+    settings: Optimizer, precision: str, matrices: Matrices, sharing: Sharing | None
+) -> optax.GradientTransformation:
     """Return the transformation from gradients of kernels to orthogonal matrices along their momentum.
 
     Its state is optax's, with the momentum of all kernels of one shape as one stack.
     """
-    rule = optax.contrib.scale_by_muon(
-        ns_steps=settings.newton_schulz,
-        beta=settings.momentum,
-        nesterov=settings.nesterov,
-        weight_dimension_numbers=_describe_as_matrices,
-    )
+    steps = settings.newton_schulz
+    empty = optax.contrib.scale_by_muon(ns_steps=steps)
 
     def update(gradients: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        shapes = [leaf.shape for leaf in jax.tree.leaves(gradients)]
-        if can_orthogonalize_jointly(shapes, precision):
-            momentum, state = _update_momentum(settings, _stack_by_shape(gradients), state)
-            kernels, structure = jax.tree.flatten(_unstack(momentum, gradients))
-            return jax.tree.unflatten(structure, orthogonalize_jointly(kernels, settings.newton_schulz)), state
-        stacks, state = rule.update(_stack_by_shape(gradients), state)
-        return _unstack(stacks, gradients), state
+        momentum, state = _update_momentum(settings, matrices.stack(gradients), state)
+        joint = is_joint(momentum, precision)
+        if sharing:
+            kinds = describe_stacks({name: len(stack) for name, stack in momentum.items()}, steps, precision)
+            results = sharing.map(partial(_orthogonalize_matrix, steps, joint), momentum, kinds)
+        else:
+            results = (_orthogonalize_jointly if joint else _orthogonalize_by_shape)(momentum, steps)
+        return matrices.unstack(results, gradients), state
 
-    return optax.GradientTransformation(lambda params: rule.init(_stack_by_shape(params)), update)
+    return optax.GradientTransformation(lambda params: empty.init(matrices.stack(params)), update)
 
 
 def _update_momentum(settings: Optimizer, gradients: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -104,54 +128,75 @@ def _update_momentum(settings: Optimizer, gradients: PyTree, state: PyTree) -> t
     return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now), state
 
 
-def _describe_as_matrices(params: PyTree) -> PyTree:
-    """Describe stacks [kernel, height, width, inputs, outputs] as matrices [height·width·inputs, outputs]."""
-    return jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers((1, 2, 3), 4), params)
+def _orthogonalize_matrix(steps: int, joint: bool, name: str, kernel: Kernel) -> Kernel:
+    """Return one kernel of a stack, orthogonalized as all of them would be together."""
+    function = _orthogonalize_jointly if joint else _orthogonalize_by_shape
+    return function({name: kernel[None]}, steps)[name][0]
 
 
-def _stack_by_shape(tree: PyTree) -> Stacks:
-    """Return one stack of arrays per shape: several small matrices at once keep a GPU busier."""
-    by_shape: dict[str, list[Float[Array, "*shape"]]] = {}
-    for leaf in jax.tree.leaves(tree):
-        by_shape.setdefault(_format_shape(leaf), []).append(leaf)
-    return {name: jnp.stack(leaves) for name, leaves in by_shape.items()}
+def _orthogonalize_by_shape(stacks: Stacks, steps: int) -> Stacks:
+    """Return orthogonal matrices for kernels [kernel, ..., outputs], a stack at a time, by optax."""
+    split = {name: _split_outputs(name, stack) for name, stack in stacks.items()}
+    rule = optax.contrib.scale_by_muon(  # with no memory: a momentum that was computed before
+        ns_steps=steps, beta=0.0, nesterov=False, weight_dimension_numbers=partial(jax.tree.map, _describe_as_matrices)
+    )
+    results = rule.update(split, rule.init(split))[0]
+    return {name: results[name].reshape(stack.shape) for name, stack in stacks.items()}
 
 
-def _unstack(stacks: Stacks, like: PyTree) -> PyTree:
-    """Return the arrays of stacks as a tree like the one that `_stack_by_shape` stacked."""
-    rows = {name: iter(arrays) for name, arrays in stacks.items()}
-    return jax.tree.map(lambda leaf: next(rows[_format_shape(leaf)]), like)
+def _orthogonalize_jointly(stacks: Stacks, steps: int) -> Stacks:
+    """Return the same for small kernels, all shapes at once, by `newton_schulz.py`."""
+    blocks = {
+        name: [block for kernel in stack for block in jnp.split(kernel, count_blocks(name), axis=-1)]
+        for name, stack in stacks.items()
+    }
+    results = iter(orthogonalize_jointly([block for group in blocks.values() for block in group], steps))
+    joined = {name: [next(results) for _ in group] for name, group in blocks.items()}
+    return {
+        name: jnp.stack(
+            [jnp.concatenate(group[i : i + count_blocks(name)], -1) for i in range(0, len(group), count_blocks(name))]
+        )
+        for name, group in joined.items()
+    }
 
 
-def _format_shape(array: Float[Array, "..."]) -> str:
-    """Return a shape as a key of the optimizer's state, such as "3x3x64x64"; checkpoints hold these keys."""
-    return "x".join(map(str, array.shape))
+def _split_outputs(name: str, stack: Float[Array, "kernels *inputs outputs"]) -> Float[Array, "..."]:
+    """Return a stack whose kernels hold several matrices side by side as [kernel, ..., matrix, outputs]."""
+    blocks = count_blocks(name)
+    return stack if blocks == 1 else stack.reshape(*stack.shape[:-1], blocks, -1)
+
+
+def _describe_as_matrices(stack: Float[Array, "..."]) -> optax.contrib.MuonDimensionNumbers:
+    """Describe [kernel, height, width, inputs, outputs] or [kernel, inputs, (matrix,) outputs] as matrices."""
+    reduction = (1, 2, 3) if stack.ndim == 5 else (1,)
+    return optax.contrib.MuonDimensionNumbers(reduction, stack.ndim - 1)
 
 
 # --- length of the step ----------------------------------------------------------------------------------------------
 
 
-def _scale_to_weight_norm(settings: Optimizer) -> optax.GradientTransformation:
+def _scale_to_weight_norm(settings: Optimizer, norms: Norms | None) -> optax.GradientTransformation:
     """Replace u by η‖w‖/‖u‖·u."""
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
-        def scale(u: Kernel, w: Kernel) -> Kernel:
-            return u * (settings.trust * compute_norm(w) / jnp.maximum(compute_norm(u), 1e-12)).astype(u.dtype)
+        def scale(u: Kernel, u_norm: Float[Array, ""], w_norm: Float[Array, ""]) -> Kernel:
+            return u * (settings.trust * w_norm / jnp.maximum(u_norm, 1e-12)).astype(u.dtype)
 
-        return jax.tree.map(scale, updates, params)
+        of_all = norms or partial(jax.tree.map, compute_norm)
+        return jax.tree.map(scale, updates, *of_all((updates, params)))
 
     return optax.stateless(update)
 
 
-def _renormalize() -> optax.GradientTransformation:
+def _renormalize(matrices: Matrices, norms: Norms | None) -> optax.GradientTransformation:
     """Replace u by the update that leads from w to √outputs/‖w‖·w + u."""
 
     def update(updates: PyTree, params: PyTree) -> PyTree:
-        def add_correction(u: Kernel, w: Kernel) -> Kernel:
-            return u + w * (math.sqrt(w.shape[-1]) / jnp.maximum(compute_norm_unflattened(w), 1e-12) - 1).astype(
-                w.dtype
-            )
+        def add_correction(path: KeyPath, u: Kernel, w: Kernel, w_norm: Float[Array, ""]) -> Kernel:
+            outputs = matrices.get_outputs(path, w)
+            return u + w * (math.sqrt(outputs) / jnp.maximum(w_norm, 1e-12) - 1).astype(w.dtype)
 
-        return jax.tree.map(add_correction, updates, params)
+        of_all = norms or partial(jax.tree.map, compute_norm_unflattened)
+        return tree_map_with_path(add_correction, updates, params, of_all(params))
 
     return optax.stateless(update)

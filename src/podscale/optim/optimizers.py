@@ -15,7 +15,7 @@ from podscale.errors import UserError
 from podscale.optim.adamw import make_adamw
 from podscale.optim.lars import make_lars
 from podscale.optim.layer_decay import scale_by_layer
-from podscale.optim.muon import make_fallback, make_muon
+from podscale.optim.muon import Sharing, make_fallback, make_muon
 from podscale.optim.norms import Norms, clip_by_global_norm, compute_norms
 from podscale.optim.parameter_groups import DEFAULT, label_groups, make_group_rates
 from podscale.optim.rmsprop import make_rmsprop
@@ -37,6 +37,7 @@ def make_optimizer(
     *,
     stem: str = "",
     head: str = "",
+    sharing: Sharing | None = None,
 ) -> optax.GradientTransformation:
     """Return the recipe's update rule.
 
@@ -46,12 +47,16 @@ def make_optimizer(
         norms: the norms of whole arrays, from the part of each that a device holds; None: devices hold whole arrays.
         stem: path of the model's first layer among the parameters, such as `layers.0`.
         head: path of the model's last layer.
+        sharing: how devices share work on whole matrices, which Muon needs; None: each device does it all.
 
     Returns:
         a transformation whose state is a tree of arrays; momentum has the shape and dtype of its parameter.
     """
     settings, rates = recipe.optimizer, make_group_rates(recipe, learning_rate, stem, head)
-    rules = {group: _make_rule(recipe, group, rate, norms) for group, rate in rates.items()}
+    make_muon_rule = partial(
+        make_muon, settings, precision=recipe.model.precision, head=head, norms=norms, sharing=sharing
+    )
+    rules = {group: _make_rule(recipe, group, rate, norms, make_muon_rule) for group, rate in rates.items()}
     if len(rules) == 1:
         rule = rules[DEFAULT]
     else:
@@ -66,7 +71,11 @@ def make_optimizer(
 
 
 def _make_rule(
-    recipe: Recipe, group: str, rate: optax.ScalarOrSchedule, norms: Norms | None
+    recipe: Recipe,
+    group: str,
+    rate: optax.ScalarOrSchedule,
+    norms: Norms | None,
+    make_muon_rule: Callable[[optax.ScalarOrSchedule], optax.GradientTransformation],
 ) -> optax.GradientTransformation:
     """Return the update rule for one group of parameters."""
     settings = recipe.optimizer
@@ -75,10 +84,8 @@ def _make_rule(
             return make_lars(settings, rate, norms or compute_norms)
         case name if name in ELEMENTWISE_RULES:
             return ELEMENTWISE_RULES[name](settings, rate)
-        case "muon" if norms is None:
-            if not group.startswith(DEFAULT):
-                return make_fallback(settings, rate)
-            return make_muon(settings, rate, recipe.model.precision)
+        case "muon":
+            return make_muon_rule(rate) if group.startswith(DEFAULT) else make_fallback(settings, rate)
         case name:
             if norms is not None:
                 raise UserError(f"plan.summation sharded gives every device a part of each array; {name} may need all")

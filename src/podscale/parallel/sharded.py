@@ -26,6 +26,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from podscale.parallel.collectives import all_reduce, gather_parts, scatter_sum
 from podscale.parallel.routes import PATHS, count_hops
+from podscale.parallel.shared_matrices import SharedMap, map_parts
 from podscale.parallel.summation import Links, Load, Transfer, make_buckets, sum_tree
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, SLICE
 
@@ -61,10 +62,16 @@ class Sharded:
         return gather_parameters(own, like, transfer)
 
     def make_specs(self, optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
-        """Return P(OWNERS) for the arrays that an optimizer has for each parameter, P() for its counters."""
+        """Return P(OWNERS) for the arrays that an optimizer has for each parameter, P() for its counters.
+
+        Of a stack of such arrays, every array is partitioned by itself.
+        """
         markers = jax.tree.map(lambda p: jax.ShapeDtypeStruct(MARKER_SHAPE, p.dtype), params)
         state = jax.eval_shape(optimizer.init, markers)
-        return jax.tree.map(lambda leaf: P(OWNERS) if leaf.shape == MARKER_SHAPE else P(), state)
+        return jax.tree.map(_make_spec, state)
+
+    def share_matrices(self, axes: tuple[str, ...]) -> SharedMap:
+        return partial(map_parts, axes=OWNERS)
 
     def count_state_bytes(self, whole: int, devices: int) -> int:
         return -(-whole // devices)
@@ -77,6 +84,11 @@ class Sharded:
 
     def count_hops(self, rows: int, cols: int, slices: int = 1) -> int:
         return count_hops(_PATHS, rows, cols, slices)
+
+
+def _make_spec(leaf: jax.ShapeDtypeStruct) -> P:
+    """Return how an array lies on the devices, from its shape where parameters have the marker's."""
+    return P(*[None] * (leaf.ndim - 1), OWNERS) if leaf.shape[-1:] == MARKER_SHAPE else P()
 
 
 # --- inside the step -----------------------------------------------------------------------------------------------

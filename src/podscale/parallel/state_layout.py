@@ -1,13 +1,16 @@
 """How an optimizer's state lies on the devices, and its way there and back.
 
 Checkpoints hold the ordinary form: whole arrays. On the devices every array is replicated, or flattened, padded and
-partitioned over the mesh axes that its PartitionSpec names; the strategy of gradient summation decides which.
+partitioned over the mesh axes that its PartitionSpec names; the strategy of gradient summation decides which. Leading
+axes for which the spec has None stay as they are: those of a stack whose arrays are partitioned one by one.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -15,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from podscale.parallel.placement import replicate
-from podscale.parallel.sharded import join_parts, partition
 from podscale.parallel.summation import Summation
 
 Abstract = jax.ShapeDtypeStruct
@@ -56,15 +58,15 @@ class StateLayout:
 
     def gather(self, state: PyTree) -> PyTree:
         """Return the ordinary form of a state on the devices, replicated on all of them."""
-        join = jax.jit(join_parts, static_argnums=1, out_shardings=self._replicated)
-        return self._map_partitioned(state, lambda x, whole, _: join(x, whole.shape))
+        join = jax.jit(_join_rows, static_argnums=(1, 2), out_shardings=self._replicated)
+        return self._map_partitioned(state, lambda x, whole, sharding: join(x, whole.shape, _count_kept_axes(sharding)))
 
     def scatter(self, state: PyTree) -> PyTree:
         """Return an ordinary state that all devices hold, laid out as `place` does."""
 
         def scatter(x: Array, _: Abstract, sharding: NamedSharding) -> Array:
-            count = self._count_parts(sharding)
-            return jax.jit(lambda x: partition(x, count).ravel(), out_shardings=sharding)(x)
+            count, kept = self._count_parts(sharding), _count_kept_axes(sharding)
+            return jax.jit(lambda x: _flatten_rows(jnp.asarray(x), kept, count), out_shardings=sharding)(x)
 
         return self._map_partitioned(state, scatter)
 
@@ -72,9 +74,9 @@ class StateLayout:
         """Return shapes, dtypes and shardings of a state on the devices."""
 
         def describe(_: Array | Abstract, whole: Abstract, sharding: NamedSharding) -> Abstract:
-            count = self._count_parts(sharding)
-            size = -(-math.prod(whole.shape) // count) * count
-            return Abstract((size,), whole.dtype, sharding=sharding)
+            count, kept = self._count_parts(sharding), _count_kept_axes(sharding)
+            size = -(-math.prod(whole.shape[kept:]) // count) * count
+            return Abstract((*whole.shape[:kept], size), whole.dtype, sharding=sharding)
 
         return self._map_partitioned(self.describe_whole(state), describe)
 
@@ -85,7 +87,7 @@ class StateLayout:
 
     def _count_parts(self, sharding: NamedSharding) -> int:
         """Return into how many parts a flat array is divided."""
-        axes = sharding.spec[0]
+        axes = sharding.spec[-1]
         return math.prod(self._mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
     def _map_partitioned(
@@ -98,6 +100,23 @@ class StateLayout:
         return jax.tree.unflatten(structure, converted)
 
 
+def _count_kept_axes(sharding: NamedSharding) -> int:
+    """Return how many leading axes of an array stay as they are."""
+    return len(sharding.spec) - 1
+
+
 def _place_parts(x: np.ndarray, sharding: NamedSharding, count: int) -> Array:
-    flat = np.pad(np.ravel(x), (0, -np.size(x) % count))
+    flat = _flatten_rows(x, _count_kept_axes(sharding), count)
     return jax.make_array_from_callback(flat.shape, sharding, lambda index: flat[index])
+
+
+def _flatten_rows(x: Any, kept: int, count: int) -> Any:
+    """Return an array with all axes but the first `kept` flattened, and padded so that `count` divides them."""
+    rows = x.reshape(*x.shape[:kept], -1)
+    pad = jnp.pad if isinstance(x, Array) else np.pad
+    return pad(rows, [(0, 0)] * kept + [(0, -rows.shape[-1] % count)])
+
+
+def _join_rows(rows: Array, shape: tuple[int, ...], kept: int) -> Array:
+    """Return the array of this shape that was flattened."""
+    return rows[..., : math.prod(shape[kept:])].reshape(shape)

@@ -9,6 +9,7 @@ of them by name; the step, the plan, checkpoints and the forecast know this cont
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
@@ -24,6 +25,7 @@ from jaxtyping import Array, Num, PyTree
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.parallel.routes import Path, count_hops
+from podscale.parallel.shared_matrices import SharedMap, map_replicated
 from podscale.pod import ALL_AXES
 
 BUCKET_BYTES = 32 * 2**20
@@ -116,7 +118,18 @@ class Summation(Protocol):
     def make_specs(self, optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
         """Return how the optimizer's state lies on the devices, a PartitionSpec for each array; params are abstract.
 
-        An array whose spec is not P() is flattened and partitioned (`state_layout.py`).
+        An array whose spec is not P() is flattened and partitioned (`state_layout.py`), from the axis on that the spec
+        names.
+        """
+
+    def share_matrices(self, axes: tuple[str, ...]) -> SharedMap | None:
+        """Return how devices share a function of whole matrices, given what `sum_gradients` returns of each.
+
+        Args:
+            axes: of the mesh; devices along them are to share the work, where every device holds whole arrays.
+
+        Returns:
+            None if every device computes all of it.
         """
 
     def count_state_bytes(self, whole: int, devices: int) -> int:
@@ -164,6 +177,9 @@ class Replicated:
 
     def make_specs(self, optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
         return jax.tree.map(lambda _: P(), jax.eval_shape(optimizer.init, params))
+
+    def share_matrices(self, axes: tuple[str, ...]) -> SharedMap | None:
+        return partial(map_replicated, axes=axes) if axes else None
 
     def count_state_bytes(self, whole: int, devices: int) -> int:
         return whole

@@ -24,11 +24,15 @@ from podscale.data.index.dataset import NO_IMAGES, Index, Splits, check_classes,
 from podscale.data.order import check_lanes
 from podscale.errors import UserError
 from podscale.forecast.choice import Choice, choose_summation
+from podscale.forecast.compute import list_recipe_matrices
+from podscale.forecast.orthogonalization import choose_group, count_update_bytes
 from podscale.models import registry
 from podscale.models.functional import FunctionalModel, make_functional
 from podscale.optim import optimizers, schedules
+from podscale.optim.muon import Sharing
+from podscale.optim.muon_matrices import name_parameter
+from podscale.parallel.shared_matrices import GROUP_AXES
 from podscale.parallel.strategies import STRATEGIES
-from podscale.parallel.summation import Summation
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
@@ -91,10 +95,13 @@ def resolve(
     options = resident.resolve_cache(options, recipe, pod, data) if len(data.train) else options
     choice = choose_summation(options, pod, parameters)
     schedule = schedules.make_schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
-    optimizer = _make_optimizer(recipe, net, schedule, STRATEGIES[choice.options.summation])
+    matrices = list_recipe_matrices(recipe, net, params)
+    choice = choice._replace(options=choose_group(choice.options, pod, matrices, recipe.optimizer.newton_schulz))
+    optimizer = _make_optimizer(recipe, net, schedule, choice.options)
 
     def make_plan(net: FunctionalModel) -> Plan:
         memory = estimate_memory(recipe, net, params, stats, optimizer)
+        memory = replace(memory, update=count_update_bytes(choice.options, pod, matrices))
         return plans.make_plan(recipe, pod, counts, choice.options, memory)
 
     plan = make_plan(net)
@@ -136,15 +143,19 @@ def describe_program(plan: Plan) -> Program:
     net, params, stats = make_functional(model, recipe.model.freeze)
     net = use_remat(model, recipe) if plan.options.remat == "on" else net
     schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
-    optimizer = _make_optimizer(recipe, net, schedule, plan.summation)
+    optimizer = _make_optimizer(recipe, net, schedule, plan.options)
     return Program(plan, net, optimizer, schedule, Weights(params, stats), Choice(plan.options, {}, ""))
 
 
 def _make_optimizer(
-    recipe: Recipe, net: FunctionalModel, schedule: optax.Schedule, summation: Summation
+    recipe: Recipe, net: FunctionalModel, schedule: optax.Schedule, options: Options
 ) -> optax.GradientTransformation:
-    """Return the optimizer of what the summation lets each device update."""
-    rule = optimizers.make_optimizer(recipe, schedule, summation.norms, stem=net.stem, head=net.head)
+    """Return the optimizer of what the summation lets each device update; devices may share work on matrices."""
+    summation = STRATEGIES[options.summation]
+    shapes = {name_parameter(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(net.get_param_shapes())}
+    shared_map = summation.share_matrices(GROUP_AXES[options.orthogonalize])
+    sharing = Sharing(shapes, shared_map) if shared_map else None
+    rule = optimizers.make_optimizer(recipe, schedule, summation.norms, stem=net.stem, head=net.head, sharing=sharing)
     return net.wrap_optimizer(rule)
 
 
