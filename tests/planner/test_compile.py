@@ -11,6 +11,7 @@ import pytest
 
 from podscale import recipe as recipes
 from podscale.config.options import Options
+from podscale.forecast.compute import count_work
 from podscale.models import registry
 from podscale.models.functional import make_functional
 from podscale.parallel.summation import make_buckets
@@ -183,3 +184,32 @@ def test_a_cached_answer_needs_no_jax(tmp_path):
     )
     assert json.loads(first.stdout) == json.loads(again.stdout)
     assert json.loads(again.stdout)["forecast"]["images_per_s"] > 1e6
+
+
+# --- modern models -------------------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pod", "changes"),
+    [
+        ("vit-s16-imagenet", "v5e:16x16", {}),
+        ("vit-s16-imagenet", "v3:32x32", {"batch.size": 32768}),
+        ("efficientnet-b0-imagenet-4k", "v5e:16x16", {}),
+        ("efficientnet-b0-imagenet-4k", "v3:32x32", {"batch.size": 32768}),
+    ],
+)
+def test_modern_models_compile_for_tpu_pods_and_need_what_the_plan_says(name, pod, changes):
+    """Operations as counted from the model's program; arguments are parameters, optimizer state and images."""
+    recipe = recipes.override_recipe(recipes.load_recipe(name), changes)
+    plan = make_plan(recipe, pod)
+    report = compile.compile_plan(plan)
+    assert report.fits
+    if name.startswith("vit"):  # depthwise convolutions count otherwise: see docs/forecast.md
+        assert report.flops / plan.images_per_device == pytest.approx(count_work(recipe, 1000).flops, rel=0.1)
+    memory = plan.memory
+    state = memory.parameters - 4 * count_work(recipe, 1000).parameters + memory.optimizer  # without gradients
+    images = memory.input_per_image * plan.images_per_device * plan.steps_per_call
+    assert report.argument_bytes == pytest.approx(state + images, rel=0.1)
+    assert report.temporary_bytes < 2 * memory.activations_per_image * plan.micro_images + (512 << 20)

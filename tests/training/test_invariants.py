@@ -13,7 +13,7 @@ import pytest
 from podscale import pod
 from podscale import recipe as recipes
 from podscale.config.options import Options
-from podscale.data import crop, loader
+from podscale.data import crop, loader, randaugment
 from podscale.data.balance import make_order
 from podscale.data.index.dataset import open_index
 from podscale.data.order import compute_crop_boxes
@@ -66,10 +66,10 @@ def make_small_recipe(precision="float32", **changes):
     return recipes.override_recipe(recipes.load_recipe("digits"), settings | changes)
 
 
-def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", payload="float32"):
+def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", *, cores=0, **more):
     """Train on a pod; return the losses of all steps and the last state."""
-    options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, payload=payload)
-    setup = prepare(recipe, pod.make_pod(jax.devices(), shape), options)
+    options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, **more)
+    setup = prepare(recipe, pod.make_pod(jax.devices(), shape, cores), options)
     call = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh)
     state, losses = setup.init_state(), []
     with loader.load_train_batches(
@@ -83,12 +83,12 @@ def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xl
 
 def train_reference(recipe, steps=STEPS):
     """Do the same with the reference loop; return losses, parameters, statistics and averaged parameters."""
-    data, size = open_index(recipe.data), recipe.data.image_size
+    data, size, settings = open_index(recipe.data), recipe.data.image_size, recipe.augment
     changes = [recipe.steps(len(data.train), epoch) for epoch in recipe.data.size_epochs]
     order = make_order(recipe, data.train.labels)
     net, params, stats = make_functional(registry.build_model(recipe.model, 10, size, recipe.train.seed))
     schedule = schedules.make_schedule(recipe, steps, len(data.train) / recipe.batch.size)
-    optimizer = optimizers.make_optimizer(recipe, schedule)
+    optimizer = optimizers.make_optimizer(recipe, schedule, stem=net.stem, head=net.head)
     opt_state, average, losses = optimizer.init(params), params, []
     positions = np.arange(recipe.batch.size)
 
@@ -119,6 +119,10 @@ def train_reference(recipe, steps=STEPS):
         )
         images = np.empty((len(samples), size, size, 3), np.uint8)
         crop.crop_batch(data.train, samples, boxes, flips, images)
+        if settings.randaugment:
+            randaugment.augment_batch(
+                images, settings.randaugment, settings.magnitude, recipe.train.seed, passes, samples
+            )
         (loss, moments), grads = gradient(params, stats, images, data.train.labels[samples], jnp.int32(at))
         opt_state, params, stats, average = update(grads, opt_state, params, moments, stats, average)
         losses.append(float(loss))
