@@ -88,6 +88,7 @@ def test_without_figures_of_the_chips_no_group_has_more_idle_devices_than_matric
     assert choose(Pod("cpu", 4, 4)) in ("slice", "pod")
 
 
+@pytest.mark.slow
 def test_plan_and_forecast_of_muon_on_a_pod():
     adamw = load_recipe("vit-s16-imagenet").override({"batch.size": 32768})
     recipe, pod = adamw.override({"optimizer.name": "muon"}), named_pod("v3:32x32")

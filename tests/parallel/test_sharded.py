@@ -85,7 +85,7 @@ def pair_rules_with_pods():
     """Pair every rule with one pod for `make test`, in turn, and with all others for `make test-slow`."""
     for i, rule in enumerate(RULES):
         for j, (shape, cores) in enumerate(PODS):
-            marks = () if i % len(PODS) == j else pytest.mark.slow
+            marks = () if i % len(PODS) == j and "renormalize" not in rule else pytest.mark.slow
             yield pytest.param(
                 rule, shape, cores, marks=marks, id=f"{'-'.join(map(str, rule.values()))}-{shape}-{cores}"
             )

@@ -66,10 +66,10 @@ def make_small_recipe(precision="float32", **changes):
     return recipes.override_recipe(recipes.load_recipe("digits"), settings | changes)
 
 
-def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", *, cores=0, **more):
+def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", *, cores=0, model=None, **more):
     """Train on a pod; return the losses of all steps and the last state."""
     options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, **more)
-    setup = prepare(recipe, pod.make_pod(jax.devices(), shape, cores), options)
+    setup = prepare(recipe, pod.make_pod(jax.devices(), shape, cores), options, model)
     call = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh)
     state, losses = setup.init_state(), []
     with loader.load_train_batches(

@@ -76,7 +76,7 @@ def test_every_pod_trains_the_same_in_float64(case, shape, cores, micro_batches,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["device", "row", "slice", "pod"])
-def test_muon_trains_the_same_whoever_shares_its_matrices(group):
+def test_muon_trains_the_same_with_every_group_of_devices(group):
     losses, params, _, _ = compute_reference("vit-muon")
     with jax.enable_x64(True):
         ours, state = train_on_pod(make_case("vit-muon"), "2x2*2", orthogonalize=group, cores=2)
@@ -114,21 +114,20 @@ def test_random_layers_of_a_users_model_draw_the_same_on_every_pod():
         {"batch.size": 64, "batch.span": 16, "train.epochs": 2.5 * 64 / 1437, **random}
     )
     with jax.enable_x64(True):
-        alone, _ = train_in_turns(recipe, [("1x1", {})] * STEPS, UsersModel)
-        shared, _ = train_in_turns(recipe, [("2x2", {"micro_batches": 2})] * STEPS, UsersModel)
-        other = recipe.override({"train.seed": 1})
-        assert not np.allclose(train_in_turns(other, [("1x1", {})], UsersModel)[0], alone[:1], rtol=1e-3)
+        alone, _ = train_on_pod(recipe, "1x1", model=UsersModel())
+        shared, _ = train_on_pod(recipe, "2x2", micro_batches=2, model=UsersModel())
+    assert len(set(alone)) == STEPS
     np.testing.assert_allclose(shared, alone, rtol=1e-9)
 
 
 # --- another pod, other processes ------------------------------------------------------------------------------------
 
 
-def train_in_turns(recipe, turns, make_model=lambda: None):
+def train_in_turns(recipe, turns):
     """Train one step on each pod in turn, through what a checkpoint holds; return the losses and the last state."""
     losses, saved = [], None
     for i, (shape, options) in enumerate(turns):
-        setup = prepare(recipe, pod.make_pod(jax.devices(), shape), Options(**options), make_model())
+        setup = prepare(recipe, pod.make_pod(jax.devices(), shape), Options(**options))
         call = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh)
         state = setup.init_state() if saved is None else setup.restore_state(lambda _: replicate(saved, setup.mesh))  # noqa: B023
         sharding = make_batch_sharding(setup.mesh, axis=2)

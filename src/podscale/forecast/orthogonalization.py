@@ -51,7 +51,8 @@ def choose_group(options: Options, pod: Pod, kinds: Mapping[str, Kind], steps: i
         fitting = [name for name in groups if count_group_devices(pod, name) * MATRICES_PER_DEVICE <= matrices]
         return replace(options, orthogonalize=max(fitting, key=lambda name: count_group_devices(pod, name)))
     seconds = {name: _predict_group_s(pod, row, kinds, steps, name) for name in groups}
-    return replace(options, orthogonalize=min(groups, key=seconds.__getitem__))
+    fastest: Group = min(groups, key=lambda name: seconds[name])
+    return replace(options, orthogonalize=fastest)
 
 
 def predict_orthogonalization_s(options: Options, pod: Pod, kinds: Mapping[str, Kind], steps: int) -> float:

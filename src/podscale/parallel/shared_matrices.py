@@ -41,7 +41,8 @@ MatrixFunction = Callable[
 ]  # the stack's name, a matrix -> another
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """The matrices of one stack: their number, their shape, and what computing one of them costs, in any unit."""
 
     count: int
