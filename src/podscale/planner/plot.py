@@ -16,7 +16,16 @@ from podscale.report.svg import FAINT, INK, draw_area, draw_dot, draw_line, draw
 WIDTH, HEIGHT = 1000, 460
 TOP, BOTTOM = 70, 380
 LEFT, RIGHT = (80, 480), (580, 960)  # the two panels' sides
-COLOURS = MappingProxyType({"compute": "#4878a8", "batch norm": "#e8a33d", "summation": "#c44e52", "idle": "#b0b0b0"})
+COLOURS = MappingProxyType(
+    {
+        "compute": "#4878a8",
+        "batch norm": "#e8a33d",
+        "summation": "#c44e52",
+        "orthogonalization": "#6a9f58",
+        "idle": "#b0b0b0",
+    }
+)
+RARE_PARTS = ("orthogonalization",)  # drawn for the recipes that have it
 
 
 def draw_scaling(forecasts: Sequence[Forecast], runs: Iterable[PublishedRun], title: str) -> str:
@@ -91,7 +100,9 @@ def _draw_parts(forecasts: Sequence[Forecast], counts: list[int]) -> list[str]:
 
     lines = [draw_text(sum(RIGHT) / 2, 56, "where a step's time goes, and efficiency")]
     below = [0.0] * len(forecasts)
-    for part, colour in COLOURS.items():
+    rare = [part for part in RARE_PARTS if any(forecast.parts[part] for forecast in forecasts)]
+    colours = {part: colour for part, colour in COLOURS.items() if part not in RARE_PARTS or part in rare}
+    for part, colour in colours.items():
         above = [base + forecast.parts[part] / forecast.step_s for base, forecast in zip(below, forecasts, strict=True)]
         edge = [locate(*point) for point in zip(counts, above, strict=True)]
         edge += [locate(*point) for point in reversed(list(zip(counts, below, strict=True)))]
@@ -102,8 +113,8 @@ def _draw_parts(forecasts: Sequence[Forecast], counts: list[int]) -> list[str]:
     for tenth in range(0, 11, 2):
         y = locate(counts[0], tenth / 10)[1]
         lines.append(draw_text(RIGHT[0] - 8, y + 4, f"{tenth * 10} %", "end"))
-    for index, (part, colour) in enumerate(COLOURS.items()):
-        x = RIGHT[0] + 95 * index
+    for index, (part, colour) in enumerate(colours.items()):
+        x = RIGHT[0] + 380 // len(colours) * index
         lines.append(f'<rect x="{x}" y="{HEIGHT - 30}" width="12" height="12" fill="{colour}"/>')
         lines.append(draw_text(x + 18, HEIGHT - 19, part, "start"))
     lines.append(draw_text(RIGHT[0] + 40, TOP + 24, "white: efficiency", "start", colour="white"))
