@@ -18,6 +18,7 @@ MUTABLE = (dict, list, set, bytearray, deque)
 GLOBALS = {
     "processes.group": {"_rank_and_size", "_store", "_monitor", "_introduction", "_exchanges"},
     "processes.heartbeat": {"_heartbeat"},
+    "processes.membership": {"_membership"},
 }
 OBJECTS = {"runs.startup": {"clock"}, "runs.bucket": {"_buckets"}}
 # Results of pure functions, kept because they are asked for often.

@@ -346,7 +346,15 @@ def _choose_shape(devices: list[jax.Device], cores: int, slices: int) -> tuple[i
     nodes = Counter(getattr(d, "slice_index", None) for d in devices) if devices[0].platform == "gpu" else Counter()
     if nodes and None not in nodes and len(set(nodes.values())) == 1:
         return len(nodes), chips // len(nodes)
-    hosts = len({d.process_index for d in devices})
+    return shape_cluster(chips, len({d.process_index for d in devices}))
+
+
+def shape_cluster(chips: int, hosts: int) -> tuple[int, int]:
+    """Return rows and columns of chips that no wiring lays out: hosts x chips per host, or else nearly square.
+
+    >>> shape_cluster(8, 2), shape_cluster(4, 4)
+    ((2, 4), (2, 2))
+    """
     if hosts > 1 and chips // hosts > 1 and chips % hosts == 0:
         return hosts, chips // hosts
     return parse_shape(_list_shapes(chips)[0])

@@ -4,8 +4,9 @@ JAX is imported only in `read_pod`, so that `--help` and mistakes in a command s
 """
 
 import argparse
+import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TextIO, cast
 
 from podscale import recipe as recipes
@@ -13,6 +14,7 @@ from podscale.cli.imports import import_user_code
 from podscale.cli.safe_stream import SafeStream
 from podscale.config.fields import replace_fields
 from podscale.config.options import Options, PodOptions
+from podscale.processes import control
 from podscale.recipe import SECTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -34,6 +36,11 @@ def read_options(arguments: argparse.Namespace) -> Options:
 
 def read_pod(arguments: argparse.Namespace) -> "Pod":
     """Join the other processes, if there are any, and return the pod (`--pod.*`)."""
+    return join_processes(arguments)()
+
+
+def join_processes(arguments: argparse.Namespace) -> "Callable[[], Pod]":
+    """Join the other processes, if there are any, and return a function that finds the pod (`--pod.*`)."""
     from podscale.processes import host
 
     host.require_descriptors()  # before JAX is imported, which needs some itself
@@ -46,9 +53,13 @@ def read_pod(arguments: argparse.Namespace) -> "Pod":
     group.join(arguments.coordinator, arguments.processes, arguments.process, options.heartbeat_s)
     abort_message.install(*group.get_rank_and_size())
     clock.mark("join")
-    devices = pod.find_pod(options.shape, options.virtual, options.cores)
-    clock.mark("devices")
-    return devices
+
+    def find_pod() -> "Pod":
+        devices = pod.find_pod(options.shape, options.virtual, options.cores)
+        clock.mark("devices")
+        return devices
+
+    return find_pod
 
 
 def collect_fields(arguments: argparse.Namespace, sections: Collection[str]) -> dict[str, str]:
@@ -83,7 +94,12 @@ def _make_console(stream: TextIO, quiet: bool = False, *, needs_reader: bool = F
     from rich.console import Console
 
     file = cast(TextIO, SafeStream(stream, needs_reader=needs_reader))
-    return Console(file=file, soft_wrap=True, quiet=quiet or not is_main_process())
+    return Console(file=file, soft_wrap=True, quiet=quiet or not (is_elastic() or is_main_process()))
+
+
+def is_elastic() -> bool:
+    """Return whether this process belongs to an elastic run: then it may become the main one, and print, later."""
+    return bool(os.environ.get(control.FD))
 
 
 def is_main_process() -> bool:

@@ -159,6 +159,8 @@ def _add_launch(commands: Commands) -> None:
     launch.add_argument("-n", dest="processes", type=int, required=True, metavar="N", help="number of processes")
     text = "start the command again after a failure, up to K times; training resumes"
     launch.add_argument("--restarts", type=int, default=0, metavar="K", help=text)
+    text = "train on with MIN to MAX processes when some are lost, without a restart; lost ones are replaced"
+    launch.add_argument("--elastic", metavar="MIN:MAX", default="", help=text)
     text = "folder for the output of all processes but the first (default: printed only if one fails)"
     launch.add_argument("--logs", metavar="DIR", type=expand_path, help=text)
     launch.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as train digits")

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from podscale.errors import UserError, describe_os_error
-from podscale.processes import heartbeat, private_jax, schedulers
+from podscale.processes import heartbeat, membership, private_jax, schedulers
 from podscale.processes.exchange import Exchange
 from podscale.processes.introduction import Introduction, list_versions, read_secret
 from podscale.processes.monitor import Monitor
@@ -42,6 +42,9 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
             other versions.
     """
     global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
+    if membership.join_launcher():
+        join_generation()
+        return
     info: schedulers.ProcessInfo | None
     if coordinator:
         info = schedulers.make_process_info(coordinator, processes, process)
@@ -78,6 +81,40 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
     _introduction = Introduction(_store, info.process, info.processes)
     _introduction.show_token(read_secret())
     _introduction.check_same(list_versions(), "install the same versions on all hosts")
+
+
+def join_generation(snapshot: int = -1) -> None:
+    """Join the next generation of an elastic run, as soon as the launcher has a place in it for this process.
+
+    Args:
+        snapshot: the step of the state that this process holds; -1: none.
+
+    Raises:
+        UserError: the processes run other versions.
+    """
+    global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
+    member = membership.get_membership()
+    assert member
+    if missing := private_jax.find_missing_part():
+        raise UserError(f"this version of JAX lacks {missing}, which --elastic needs; use --restarts instead")
+    private_jax.listen_on(membership.DATA_ADDRESS)
+    place = member.await_assignment(snapshot)
+    private_jax.connect(place.address, place.rank, place.size)
+    _rank_and_size = place.rank, place.size
+    if place.size == 1:
+        return
+    _store = Store(get_key_value_store(), member.check)
+    _monitor = Monitor(_store)
+    _introduction = Introduction(_store, *_rank_and_size)
+    _introduction.check_same(list_versions(), "install the same versions on all hosts")
+
+
+def leave_generation() -> None:
+    """Leave a generation of an elastic run: its devices and everything on them are gone afterwards."""
+    global _rank_and_size, _store, _introduction, _exchanges
+    _stop_monitor()
+    _rank_and_size, _store, _introduction, _exchanges = (0, 1), None, None, 0
+    private_jax.disconnect()
 
 
 def get_key_value_store() -> Any:
@@ -138,13 +175,15 @@ def get_rank_and_size() -> tuple[int, int]:
 
 def leave() -> None:
     """Leave the group once all processes are here: a process that left alone would look dead to the others."""
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and not membership.get_membership():
         _stop_monitor()
         jax.distributed.shutdown()
 
 
 def is_main_process() -> bool:
     """Return whether this is process 0, which writes files and prints for the user."""
+    if membership.get_membership():
+        return _rank_and_size[0] == 0  # JAX may be between two generations
     return bool(jax.process_index() == 0)
 
 

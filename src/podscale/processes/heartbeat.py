@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 
 from podscale.errors import UserError
+from podscale.processes.membership import GenerationEndedError, get_membership
 from podscale.processes.monitor import Monitor
 from podscale.processes.store import Store, StoreError
 
@@ -214,6 +215,8 @@ def wait_for_peers() -> None:
     """
     if _heartbeat:
         _heartbeat.wait_for_peers()
+    elif member := get_membership():
+        member.wait_for_peers()
 
 
 @contextmanager
@@ -234,7 +237,7 @@ def fail_together(*shared: type[BaseException]) -> Iterator[None]:
 
 
 def _report_failure(heartbeat: Heartbeat, error: BaseException) -> None:
-    if _is_collective_failure(error):
+    if is_collective_failure(error):
         heartbeat.report_trouble(_get_first_line(error))
     elif isinstance(error, KeyboardInterrupt):
         heartbeat.request_exit(INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}")
@@ -242,7 +245,7 @@ def _report_failure(heartbeat: Heartbeat, error: BaseException) -> None:
         heartbeat.request_exit(*_make_exit(error))
 
 
-def _is_collective_failure(error: BaseException) -> bool:
+def is_collective_failure(error: BaseException) -> bool:
     """Return whether a process that is gone may be the cause.
 
     What fails between processes, JAX raises as a JaxRuntimeError, but as a ValueError with the same text where a result
@@ -250,7 +253,7 @@ def _is_collective_failure(error: BaseException) -> bool:
     """
     if isinstance(error, ValueError):
         return STATUS.match(str(error)) is not None
-    return isinstance(error, jax.errors.JaxRuntimeError | CollectiveFailedError)
+    return isinstance(error, jax.errors.JaxRuntimeError | CollectiveFailedError | GenerationEndedError)
 
 
 def _make_exit(error: BaseException) -> GroupExit:
@@ -267,7 +270,7 @@ def agree_on_exit(error: BaseException) -> GroupExit | None:
     """Return how all processes end after an error that is not the user's; None: by this error itself, or alone."""
     if not _heartbeat:
         return None
-    group_exit = _heartbeat.await_exit(_get_first_line(error)) if _is_collective_failure(error) else None
+    group_exit = _heartbeat.await_exit(_get_first_line(error)) if is_collective_failure(error) else None
     if group_exit is None:
         from_error = _make_exit(error)
         group_exit = _heartbeat.request_exit(*from_error)

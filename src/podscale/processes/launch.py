@@ -78,8 +78,8 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
         raise UserError(f"-n takes a number of processes from 1 up, not {processes}")
     if restarts < 0:
         raise UserError(f"--restarts takes a number from 0 up, not {restarts}")
-    gpus = _assign_gpus(command, processes)
-    with _open_log_folder(logs) as folder, StopSignals() as signals:
+    gpus = assign_gpus(command, processes)
+    with open_log_folder(logs) as folder, StopSignals() as signals:
         for left in range(restarts, -1, -1):
             group = ProcessGroup(command, processes, gpus, folder, signals)
             ending = group.wait()
@@ -89,10 +89,10 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
                 return signals.code  # the main process has said so
             if signals.explain(ending):
                 advice = "; the same command resumes from the last checkpoint, if there is one"
-                _report(f"stopped as requested{advice if command[0] == 'train' else ''}")
+                report(f"stopped as requested{advice if command[0] == 'train' else ''}")
                 return signals.code
             again = left > 0 and ending.code not in FINAL_CODES and not signals.received
-            _report(f"{ending.describe()}{f'; starting again ({restarts - left + 1} of {restarts})' if again else ''}")
+            report(f"{ending.describe()}{f'; starting again ({restarts - left + 1} of {restarts})' if again else ''}")
             if not again:
                 break
         if ending.code != PREEMPTED and not group.is_reported_by_main(ending):
@@ -163,7 +163,7 @@ class ProcessGroup:
             outputs = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         # A session of its own: Ctrl-C reaches it once, through the launcher, which has no threads that `preexec_fn`
         # could harm.
-        settings: dict[str, Any] = {"start_new_session": True, "preexec_fn": _die_with_parent}
+        settings: dict[str, Any] = {"start_new_session": True, "preexec_fn": die_with_parent}
         process = subprocess.Popen(command, env=environment, **settings, **outputs)
         if number:
             file.close()
@@ -200,8 +200,7 @@ class ProcessGroup:
     def print_log_tail(self, number: int) -> None:
         """Print the last lines that a process wrote."""
         lines = self._get_log_path(number).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-        for line in lines:
-            print(f"[{number}] {line}", file=sys.stderr)
+        print_lines(number, lines)
 
     def _get_log_path(self, number: int) -> Path:
         return self._folder / f"process-{number}.log"
@@ -221,7 +220,7 @@ def _find_cause(failed: list[ProcessExit]) -> ProcessExit:
 
 
 @contextmanager
-def _open_log_folder(logs: str | None) -> Iterator[Path]:
+def open_log_folder(logs: str | None) -> Iterator[Path]:
     """Yield the folder for the other processes' output: `logs`, or a temporary one."""
     if logs:
         require_local(logs, "--logs")
@@ -235,7 +234,7 @@ def _open_log_folder(logs: str | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _assign_gpus(command: list[str], processes: int) -> list[str | None]:
+def assign_gpus(command: list[str], processes: int) -> list[str | None]:
     """Return CUDA_VISIBLE_DEVICES of each process; None: unchanged."""
     is_simulated = any(argument.partition("=")[0] == "--pod.virtual" for argument in command)
     visible = 0 if is_simulated else schedulers.count_visible_gpus()
@@ -260,11 +259,18 @@ def _is_ignored_hangup(number: int) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when the launcher is gone; only Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _report(text: str) -> None:
+def print_lines(number: int, lines: list[str]) -> None:
+    """Print lines that a process wrote, with its number."""
+    for line in lines:
+        print(f"[{number}] {line}", file=sys.stderr)
+
+
+def report(text: str) -> None:
+    """Print what the launcher has to say."""
     print(f"podscale: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,7 @@
 """The key-value store that all processes of a run share: JAX's, which process 0 keeps."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,16 +9,19 @@ import jax
 StoreError = jax.errors.JaxRuntimeError  # process 0 does not answer, or a key is there already, or missing
 NOT_THERE = ("DEADLINE_EXCEEDED", "NOT_FOUND")  # how the store says that there is no such key
 
+CHECK_S = 0.2  # between two checks during a wait
+
 
 class Store:
     """Strings by key; any thread may use it. A call waits for process 0, without a limit unless one is given.
 
     Args:
         client: JAX's distributed client.
+        check: called again and again while a call waits; raises what ends the wait.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, check: Callable[[], None] | None = None) -> None:
+        self._client, self._check = client, check
 
     def set(self, key: str, value: str) -> None:
         """Set a key, in place of what it had before."""
@@ -43,6 +48,15 @@ class Store:
         Raises:
             StoreError: process 0 is gone.
         """
+        if self._check is None:
+            return self._await_value(key, timeout_s)
+        deadline, value = time.monotonic() + timeout_s, None
+        while value is None and (left_s := deadline - time.monotonic()) > 0:
+            self._check()
+            value = self._await_value(key, min(left_s, CHECK_S))
+        return value
+
+    def _await_value(self, key: str, timeout_s: float) -> str | None:
         try:
             return str(self._client.blocking_key_value_get(key, max(1, round(1000 * timeout_s))))
         except StoreError as error:

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from typing import Self
 
 from podscale.processes import group
+from podscale.processes.membership import REGROUP, GenerationEndedError, get_membership
 from podscale.processes.stragglers import StragglerCheck
 from podscale.processes.watchdog import Watchdog
 from podscale.training.replicas import ReplicaCheck
@@ -18,7 +19,7 @@ class Guard:
         self._run, options = run, run.program.plan.options
         self._watchdog = Watchdog(options.timeout_s, run.events.run.folder)
         self._stragglers, self._replicas = StragglerCheck(), ReplicaCheck(run.program.mesh, options.check_steps)
-        self._exits = ExitStack()
+        self._exits, self._member, self._calls = ExitStack(), get_membership(), 0
 
     def __enter__(self) -> Self:
         monitor = self._exits.enter_context(group.open_monitor())
@@ -39,6 +40,7 @@ class Guard:
         Raises:
             ReplicaMismatchError: devices no longer hold the same state.
             DivergenceError: too many consecutive updates were non-finite.
+            GenerationEndedError: other processes want to join, and this one has to join the next generation with them.
         """
         events = self._run.events
         self._stragglers.record_call(events.ledger.seconds["input wait"], metrics)
@@ -50,5 +52,18 @@ class Guard:
         with events.phase("check"):
             self._replicas.check(call.stop, state, now=saving)
         self._run.nonfinite.check(state)
+        if self._member:
+            self._keep(call, state)
         if saving:
             self.watch(call, "train, evaluate, save")
+
+    def _keep(self, call: range, state: State) -> None:
+        """Keep a state to go on from if a process is lost, and stop for processes that want to join."""
+        assert self._member
+        self._member.step = call.start
+        is_last = self._member.find_stop(self._calls) == REGROUP
+        self._calls += 1
+        with self._run.events.phase("snapshot"):
+            self._run.snapshots.take(call, self._run.program, state, now=is_last)
+        if is_last:
+            raise GenerationEndedError("other processes join")

@@ -5,6 +5,7 @@
 the reporters, to which the loop emits events.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -37,6 +38,7 @@ from podscale.training.replicas import ReplicaMismatchError
 from podscale.training.reporters import trackers
 from podscale.training.session import OpenRun, Request, Settings, SettingsDict, open_session, warn
 from podscale.training.setup import load_train_batches
+from podscale.training.snapshots import Snapshots, run_generations
 from podscale.training.step import State
 
 SHARED_ERRORS = (
@@ -52,7 +54,7 @@ MAX_ROLLBACKS = 3  # to the last checkpoint, after replicas differed
 def train(
     recipe: Recipe,
     *,
-    pod: Pod | None = None,
+    pod: Pod | Callable[[], Pod] | None = None,
     options: Options = Options(),
     model: nnx.Module | None = None,
     folder: str | Path | None = None,
@@ -63,7 +65,7 @@ def train(
 
     Args:
         recipe: what to train.
-        pod: the devices to train on; all devices of this machine by default.
+        pod: the devices to train on, or a function that finds them; all devices of this machine by default.
         options: how to run it.
         model: a flax.nnx module from images [n, h, w, 3] to logits [n, classes], instead of the recipe's own; without
             random state, such as dropout, which would learn something else on every pod.
@@ -100,7 +102,13 @@ def train(
     check_source(recipe.model.init)
     folder = resolve_folder(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe, others.allow_changed)
-    return _run_sessions(Request(recipe, pod or pods.find_pod(), options, model, folder, until, others))
+    find_pod = pod if callable(pod) else partial(_return_pod, pod) if pod else pods.find_pod
+    request = Request(recipe, find_pod, options, model, folder, until, others, Snapshots())
+    return run_generations(partial(_run_sessions, request), request.snapshots)
+
+
+def _return_pod(pod: Pod) -> Pod:
+    return pod
 
 
 def _run_sessions(request: Request) -> JsonObject:
@@ -117,6 +125,7 @@ def _run_sessions(request: Request) -> JsonObject:
             warn(request.console, f"{error}; rolling back to the last checkpoint")
         except RolledBackError as error:
             warn(request.console, str(error))
+        request.snapshots.clear()
 
 
 def _run_session(request: Request) -> JsonObject:

@@ -21,6 +21,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from podscale.errors import PreemptedError, SavedInterruptError
+from podscale.processes.membership import SAVE, get_membership
 from podscale.report.notebook import is_notebook
 
 GRACE_S = 3.0  # in which the main thread may end by itself before the first update
@@ -40,9 +41,9 @@ class StopRequest:
 
     def __init__(self, step: int = 0) -> None:
         self._step, self._signal, self._has_progress = step, 0, False
-        self._is_alone = jax.process_count() == 1
-        self._handled: tuple[int, ...] = ()
-        if threading.current_thread() is threading.main_thread():
+        self._is_alone, self._member = jax.process_count() == 1, get_membership()
+        self._handled: tuple[int, ...] = ()  # none in an elastic run, whose launcher handles signals
+        if not self._member and threading.current_thread() is threading.main_thread():
             self._handled = tuple(filter(self._is_ours, SIGNALS))
         self._watcher = _Watcher(self) if self._handled and not is_notebook() else None
 
@@ -54,6 +55,8 @@ class StopRequest:
     def is_requested(self, call: int) -> bool:
         """Whether to stop after this call; every process must ask after each of its calls."""
         self._has_progress = True
+        if self._member:
+            return self._member.find_stop(call) == SAVE
         if not self._is_alone:
             return bool(multihost_utils.reached_preemption_sync_point(call))
         return bool(self._signal)

@@ -1,7 +1,7 @@
 """Start a session of a run: prepare the program, open the run's folder, resume from the newest whole checkpoint."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,7 @@ from podscale.training.reporters.emitter import Emitter
 from podscale.training.reporters.make import subscribe_reporters
 from podscale.training.reporters.progress import print_warning
 from podscale.training.setup import cache_images, describe_input, initialize, prepare
+from podscale.training.snapshots import Snapshots, report_sizes
 from podscale.training.step import State
 
 Facts = JsonObject  # where pixels come from; see `setup.describe_input`
@@ -79,12 +80,13 @@ class Request:
     """What `loop.train` is asked to do."""
 
     recipe: Recipe
-    pod: Pod
+    find_pod: Callable[[], Pod]
     options: Options
     model: nnx.Module | None
     folder: Path
     until: StopCondition | None
     settings: Settings
+    snapshots: Snapshots
 
     @property
     def console(self) -> Console:
@@ -105,6 +107,7 @@ class OpenRun:
         accounts: the result.
         nonfinite: counts non-finite updates.
         console: where this process prints; muted except in the main process.
+        snapshots: the state in host memory, in elastic runs.
     """
 
     program: Program
@@ -114,6 +117,7 @@ class OpenRun:
     accounts: Accounts
     nonfinite: NonfiniteCounter
     console: Console
+    snapshots: Snapshots
     _state: State | None
 
     def take_state(self) -> State:
@@ -143,7 +147,11 @@ def open_session(request: Request) -> Iterator[OpenRun]:
         warn(console, message)
     with lock, Checkpoints(run.checkpoints, count_checkpoints_to_keep(program.plan), about=facts) as checkpoints:
         with ledger.measure("restore"):
-            state, start = resume(program, checkpoints, console, settings, initialized=is_new)
+            if request.snapshots.find_step() >= 0:
+                state, start = request.snapshots.restore(program)
+                console.print(f"going on after step {start:,}", highlight=False)
+            else:
+                state, start = resume(program, checkpoints, console, settings, initialized=is_new)
         session = Session(run, program.plan, ledger, start, request.until, _forecast_step(program))
         past = session.read_past()
         accounts = Accounts(session, past)
@@ -152,7 +160,7 @@ def open_session(request: Request) -> Iterator[OpenRun]:
         events.subscribe(nonfinite)
         events.subscribe(accounts, writes=True)
         subscribe_reporters(events, session, console, settings.callbacks, settings.track)
-        opened = OpenRun(program, start, checkpoints, events, accounts, nonfinite, console, state)
+        opened = OpenRun(program, start, checkpoints, events, accounts, nonfinite, console, request.snapshots, state)
         del state  # only the loop may hold it
         try:
             yield opened
@@ -162,13 +170,14 @@ def open_session(request: Request) -> Iterator[OpenRun]:
 
 def _prepare_program(request: Request, console: Console) -> tuple[Program, InitialWeights | None, bool]:
     """Return the program, where its weights come from, if not random, and whether the run has no checkpoint yet."""
-    recipe, pod, folder = request.recipe, request.pod, request.folder
+    recipe, pod, folder = request.recipe, request.find_pod(), request.folder
     options = choice.reuse_choice(request.options, pod, Run.read_plan(folder))
     with show_progress(console, "indexing") as progress:
         program = prepare(recipe, pod, options, request.model, progress)
     check_memory(program.plan)
+    report_sizes(program.plan, request.options)
     program = cache_images(program)
-    if _has_checkpoints(Run(folder, recipe), request.settings):
+    if request.snapshots.find_step() >= 0 or _has_checkpoints(Run(folder, recipe), request.settings):
         return program, None, False
     return *initialize(program), True
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from podscale.cli.arguments import make_log_console, read_options, read_pod, read_recipe
+from podscale.cli.arguments import is_main_process, join_processes, make_log_console, read_options, read_recipe
 from podscale.cli.result import Result
 from podscale.config.stop_condition import StopCondition
 
@@ -24,7 +24,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
     from podscale.training.program_cache import enable_program_cache
 
     problem = enable_program_cache()
-    pod, options = read_pod(arguments), read_options(arguments)
+    find_pod, options = join_processes(arguments), read_options(arguments)
     console = make_log_console(arguments)  # after the processes have joined: only the main process prints
     if problem:
         console.print(f"warning: {problem}", style="bold red", markup=False, highlight=False)
@@ -32,7 +32,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
     try:
         summary = loop.train(
             recipe,
-            pod=pod,
+            pod=find_pod,
             options=options,
             folder=arguments.run,
             until=until,
@@ -47,7 +47,8 @@ def run_train(arguments: argparse.Namespace) -> Result:
         raise _explain_interrupt(Run(resolve_folder(arguments.run or Run.default_folder(recipe)), recipe)) from None
     except LastCheckpointNotSavedError as error:
         summary, message = error.summary, str(error)
-    terminal.show_summary(summary, console)
+    if is_main_process():
+        terminal.show_summary(summary, console)
     return Result(summary, message)
 
 
@@ -60,6 +61,11 @@ def _explain_interrupt(run: "Run") -> KeyboardInterrupt:
 
 def run_launch(arguments: argparse.Namespace) -> Result:
     """Run a command as several processes on this machine."""
+    if arguments.elastic:
+        from podscale.processes.elastic import launch_elastic
+
+        command, processes = arguments.command, arguments.processes
+        return Result(code=launch_elastic(command, processes, arguments.elastic, arguments.logs))
     from podscale.processes.launch import launch_processes
 
     code = launch_processes(arguments.command, arguments.processes, arguments.restarts, arguments.logs)

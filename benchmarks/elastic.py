@@ -1,0 +1,167 @@
+"""Claim: after `kill -9` of any process at any moment, an elastic run trains again within seconds, and learns the same.
+
+Starts `podscale launch --elastic` with four processes on this machine, and kills a random one at a random moment, again
+and again: while it trains, evaluates, saves, compiles, or while a replacement joins. Then the same recipe is trained in
+one process without disturbance. Printed are: seconds from each kill to the first step that is done again, steps that
+had to be repeated, threads, descriptors and memory of the one process that is never killed, at the first and the last
+generation, and the greatest relative difference of the losses at the same step.
+
+    python benchmarks/elastic.py [--kills 100] [--processes 4] [--seed 0] [--steps 2000] [--folder DIR]
+
+The peer's figure is published, not run: MaxText recovers from a lost host in about 40 s.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RECIPE = "digits --model.width 8 --model.precision float64 --train.eval_epochs 2".split()
+STEPS_PER_EPOCH = 1437 / 128
+MAX_DELAY_S = 6.0  # after training again, in which the next kill comes
+PATIENCE_S = 60.0
+
+
+class Usage(NamedTuple):
+    """What a process holds."""
+
+    threads: int
+    descriptors: int
+    rss_mb: float
+
+
+def measure(pid: int) -> Usage:
+    """Return what a process holds now."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    rss_mb = int(fields["VmRSS"].split()[0]) / 1024
+    return Usage(int(fields["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), rss_mb)
+
+
+class ElasticRun:
+    """An elastic run, and the record of what happens to it."""
+
+    def __init__(self, folder: Path, processes: int, steps: int) -> None:
+        self._record = folder / "logs" / "elastic.jsonl"
+        epochs = ["--train.epochs", str(steps / STEPS_PER_EPOCH)]
+        launch = ["launch", "-n", str(processes), "--elastic", f"1:{processes}", "--logs", str(folder / "logs")]
+        command = [sys.executable, "-m", "podscale", *launch, "train", *RECIPE, *epochs, "--run", str(folder / "run")]
+        self._output = (folder / "output.txt").open("w")
+        self.process = subprocess.Popen(command, env=make_environment(), stdout=self._output, stderr=self._output)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all events so far."""
+        if not self._record.exists():
+            return []
+        return [json.loads(line) for line in self._record.read_text().splitlines() if line.endswith("}")]
+
+    def list_pids(self) -> dict[int, int]:
+        """Return the process that is alive in each slot."""
+        pids = dict[int, int]()
+        for event in self.read():
+            if event["event"] == "start":
+                pids[event["process"]] = event["pid"]
+            elif event["event"] == "end":
+                pids.pop(event["process"], None)
+        return pids
+
+    def await_training(self, since: float) -> dict[str, Any] | None:
+        """Return the first event after a moment which says that training goes on; None if the run has ended."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            for event in self.read():
+                if event["event"] == "training" and event["time"] > since:
+                    return event
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no step was done for {PATIENCE_S:.0f} s; see {self._record}")
+            time.sleep(0.02)
+        return None
+
+
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process that trains."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+
+
+def disturb(run: ElasticRun, kills: int, seed: int) -> tuple[list[float], int, list[Usage]]:
+    """Kill random processes; return seconds to training again, kills of idle ones, and usages of the last slot."""
+    rng, seconds, idle, usages = random.Random(seed), list[float](), 0, list[Usage]()
+    run.await_training(0.0)
+    kept = max(run.list_pids())  # lives through all generations
+    usages.append(measure(run.list_pids()[kept]))
+    for number in range(kills):
+        time.sleep(rng.uniform(0.0, MAX_DELAY_S))
+        pids = run.list_pids()
+        victim = rng.choice([slot for slot in pids if slot != kept])
+        if run.process.poll() is not None:
+            break
+        killed = time.time()
+        os.kill(pids[victim], signal.SIGKILL)
+        time.sleep(0.3)
+        is_broken = any(event["event"] == "broken" and event["time"] > killed - 0.005 for event in run.read())
+        last = [event["event"] for event in run.read() if event["event"] in ("training", "broken", "generation")][-1]
+        if not is_broken and last == "training":
+            idle += 1
+            continue
+        event = run.await_training(killed)
+        if event is None:
+            break
+        seconds.append(event["time"] - killed)
+        usages.append(measure(pids[kept]))
+        print(f"{number:3}: process {victim} killed, training after {seconds[-1]:.2f} s, {usages[-1]}", flush=True)
+    return seconds, idle, usages
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
+
+
+def compare_losses(disturbed: Path, folder: Path, steps: int) -> tuple[int, float]:
+    """Train without disturbance; return how many steps are compared, and the greatest relative difference."""
+    epochs = ["--train.epochs", str(steps / STEPS_PER_EPOCH), "--pod.virtual", "2x2"]
+    command = [sys.executable, "-m", "podscale", "train", *RECIPE, *epochs, "--run", str(folder)]
+    subprocess.run(command, env=make_environment(), check=True, capture_output=True)
+    ours, reference = read_losses(disturbed), read_losses(folder)
+    differences = [abs(ours[step] - reference[step]) / reference[step] for step in ours]
+    return len(differences), max(differences)
+
+
+def main() -> None:
+    """Run it all, and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--no-comparison", action="store_true", help="do not train once more to compare losses")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
+    run = ElasticRun(folder, arguments.processes, arguments.steps)
+    seconds, idle, usages = disturb(run, arguments.kills, arguments.seed)
+    if run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+    code = run.process.wait()
+    formed = [event for event in run.read() if event["event"] == "generation"][1:]
+    repeated = [event["step"] - event["snapshot"] for event in formed if event["snapshot"] >= 0]
+    print(f"{len(seconds)} kills of processes that trained, {idle} of others; the launcher ended with {code}")
+    print(f"training again after {statistics.median(seconds):.2f} s in the median, {max(seconds):.2f} s at worst")
+    mean = statistics.mean(repeated)
+    print(f"{len(formed) + 1} generations; steps repeated: {mean:.1f} on average, {max(repeated)} at most")
+    print(f"the process that was never killed, after the first generation {usages[0]}, after the last one {usages[-1]}")
+    if not arguments.no_comparison:
+        steps, difference = compare_losses(folder / "run", folder / "reference", arguments.steps)
+        print(f"greatest relative difference of the loss over {steps} steps: {difference:.2e}")
+
+
+if __name__ == "__main__":
+    main()
