@@ -153,14 +153,22 @@ def main() -> None:
     code = run.process.wait()
     formed = [event for event in run.read() if event["event"] == "generation"][1:]
     repeated = [event["step"] - event["snapshot"] for event in formed if event["snapshot"] >= 0]
-    print(f"{len(seconds)} kills of processes that trained, {idle} of others; the launcher ended with {code}")
-    print(f"training again after {statistics.median(seconds):.2f} s in the median, {max(seconds):.2f} s at worst")
-    mean = statistics.mean(repeated)
-    print(f"{len(formed) + 1} generations; steps repeated: {mean:.1f} on average, {max(repeated)} at most")
-    print(f"the process that was never killed, after the first generation {usages[0]}, after the last one {usages[-1]}")
+    results: dict[str, Any] = {
+        "kills of processes that trained": len(seconds),
+        "kills of others": idle,
+        "exit code": code,
+        "seconds to training again, median": round(statistics.median(seconds), 2),
+        "seconds to training again, worst": round(max(seconds), 2),
+        "generations": len(formed) + 1,
+        "steps repeated, mean": round(statistics.mean(repeated), 1),
+        "steps repeated, most": max(repeated),
+        "the process never killed, first generation": usages[0]._asdict(),
+        "the process never killed, last generation": usages[-1]._asdict(),
+    }
     if not arguments.no_comparison:
         steps, difference = compare_losses(folder / "run", folder / "reference", arguments.steps)
-        print(f"greatest relative difference of the loss over {steps} steps: {difference:.2e}")
+        results |= {"steps compared": steps, "greatest relative difference of the loss": difference}
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ checkpoint.
 import select
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from podscale.processes.membership import REGROUP, SAVE
 
 POLL_S = 0.02
 SILENCE_S = 10.0  # without a sign of life, after which a process is killed
+CLOSED_S = 3.0  # in which a process that has closed its connection must end
+MAX_DELAY_S = 60.0  # before a process is started again in a slot whose processes end before they have trained
 LEAVE_S = 30.0  # in which the survivors must have left a broken generation
 REGROUP_S = 60.0  # the same, if none is lost: they have to finish a call first
 MAX_FAILURES = (
@@ -96,6 +99,7 @@ class Launcher:
         self._generations = self._failures = self._breaks = 0
         self._sizes: list[int] = []  # numbers of processes that the batch divides over, once the first have said so
         self._ending: ProcessExit | None = None
+        self._start_at, self._starts = dict[int, float](), Counter[int]()  # of slots whose processes did not train
         self._is_finishing = False  # a process has ended as it should, and the main one is about to
 
     def run(self) -> int:
@@ -137,22 +141,22 @@ class Launcher:
         if self._is_finishing:
             return
         for slot in sorted(set(range(self._processes)) - {member.slot for member in self._members}):
+            if time.monotonic() < self._start_at.get(slot, 0.0):
+                continue
             member = self._starter.start(slot)
             self._members.append(member)
             self._record.write("start", process=slot, pid=member.process.pid)
 
     def _read_messages(self) -> None:
-        readable, _, _ = select.select([member.connection for member in self._members], [], [], POLL_S)
-        for member in [member for member in self._members if member.connection in readable]:
+        connected = [member for member in self._members if not member.is_closed]
+        readable, _, _ = select.select([member.connection for member in connected], [], [], POLL_S)
+        for member in [member for member in connected if member.connection in readable]:
             messages = member.connection.receive()
-            if messages is None:
-                member.kill()  # it is ending, or has lost its thread
-                member.process.wait()
+            member.is_closed, member.last_sign = messages is None, time.monotonic()
             for message in messages or ():
-                member.last_sign = time.monotonic()
                 self._handle(member, message)
         for member in self._members:
-            if time.monotonic() - member.last_sign > SILENCE_S:
+            if time.monotonic() - member.last_sign > (CLOSED_S if member.is_closed else SILENCE_S):
                 member.kill()
 
     def _handle(self, member: Member, message: JsonObject) -> None:
@@ -177,6 +181,8 @@ class Launcher:
         if message["calls"] >= 1 and not generation.is_training:
             generation.is_training, self._failures, self._breaks = True, 0, 0
             self._record.write("training", generation=generation.number, step=message["step"])
+            for member in generation.members:
+                member.has_trained = True
 
     def _reap(self) -> None:
         """Handle processes that have ended."""
@@ -192,13 +198,21 @@ class Launcher:
             if self._is_finishing:
                 continue  # the main process is still writing
             is_final = is_done or ending.code in launch.FINAL_CODES
-            self._failures += 1
+            self._note_failure(member)
             if is_final or self._failures > MAX_FAILURES:
                 self._ending = ending
                 return
             report(f"{ending.describe()}; a replacement is started{'' if takes_part else ' (it did not train)'}")
             if takes_part:
                 self._break(ending.describe())
+
+    def _note_failure(self, member: Member) -> None:
+        """Count a lost process against those that do not train yet, or delay its replacement if others train."""
+        if not (self._generation and self._generation.is_training):
+            self._failures += 1
+        self._starts[member.slot] = 0 if member.has_trained else self._starts[member.slot] + 1
+        delay_s = min(2.0 ** (self._starts[member.slot] - 2), MAX_DELAY_S) if self._starts[member.slot] > 1 else 0.0
+        self._start_at[member.slot] = time.monotonic() + delay_s
 
     def _await_others(self) -> None:
         """Wait for the processes that trained with the main one, which has succeeded."""
@@ -275,7 +289,6 @@ class Launcher:
             return
         self._record.write("broken", generation=generation.number, reason=reason)
         self._breaks += 1
-        self._failures += 1
         generation.is_broken, generation.deadline = True, time.monotonic() + LEAVE_S
         generation.send("broken")
         if self._breaks > MAX_BREAKS:

@@ -18,7 +18,7 @@ from podscale.processes import heartbeat, membership, private_jax, schedulers
 from podscale.processes.exchange import Exchange
 from podscale.processes.introduction import Introduction, list_versions, read_secret
 from podscale.processes.monitor import Monitor
-from podscale.processes.store import Store
+from podscale.processes.store import Store, StoreError
 
 MESSAGE_BYTES = 1000
 _rank_and_size = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
@@ -92,12 +92,22 @@ def join_generation(snapshot: int = -1) -> None:
     Raises:
         UserError: the processes run other versions.
     """
-    global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
     member = membership.get_membership()
     assert member
     if missing := private_jax.find_missing_part():
         raise UserError(f"this version of JAX lacks {missing}, which --elastic needs; use --restarts instead")
     private_jax.listen_on(membership.DATA_ADDRESS)
+    while True:
+        try:
+            _enter_generation(member, snapshot)
+            return
+        except (membership.GenerationEndedError, StoreError) as error:  # a process is lost before all are here
+            member.report_trouble(_get_first_line(error))
+        leave_generation()
+
+
+def _enter_generation(member: membership.Membership, snapshot: int) -> None:
+    global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
     place = member.await_assignment(snapshot)
     private_jax.connect(place.address, place.rank, place.size)
     _rank_and_size = place.rank, place.size

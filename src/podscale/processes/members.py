@@ -33,6 +33,8 @@ class Member:
         snapshot: the step of the state that it holds; -1: none.
         step: the updates that it has seen done.
         last_sign: when it was last heard of.
+        is_closed: whether it has closed its connection, and is about to end.
+        has_trained: whether it was in a generation that did a step.
     """
 
     slot: int
@@ -42,6 +44,8 @@ class Member:
     snapshot: int = -1
     step: int = 0
     last_sign: float = field(default_factory=time.monotonic)
+    is_closed: bool = False
+    has_trained: bool = False
 
     def kill(self) -> None:
         """Kill the process; a stopped one reacts to no other signal."""

@@ -55,6 +55,7 @@ class Membership:
         self._stop: tuple[int, str] | None = None  # after which call, and why
         self._barriers = self._open_barriers = 0
         self._calls, self.step = -1, 0  # what has been done in this generation, and in all
+        self._earlier_calls = 0  # of the generation, before this session
         threading.Thread(target=self._run, name="podscale-member", daemon=True).start()
 
     # --- generations ---
@@ -68,7 +69,7 @@ class Membership:
         with self._changed:
             self._assignment, self._is_broken, self._is_frozen, self._stop = None, False, False, None
             self._barriers = self._open_barriers = 0
-            self._calls = -1
+            self._calls, self._earlier_calls = -1, 0
             self._connection.send("ready", snapshot=snapshot, step=self.step)
             self._changed.wait_for(lambda: self._assignment is not None)
             assert self._assignment is not None
@@ -115,6 +116,11 @@ class Membership:
             self._changed.wait_for(lambda: self._open_barriers >= self._barriers or self._is_broken)
         self.check()
 
+    def begin_session(self) -> None:
+        """Count calls from 0 again: the run has rolled back, in all processes after the same call."""
+        with self._changed:
+            self._earlier_calls = self._calls + 1
+
     def find_stop(self, call: int) -> str:
         """Return why to stop after this call, SAVE or REGROUP, or ""; all processes get the same answer.
 
@@ -122,11 +128,12 @@ class Membership:
         has. A process that has answered passes no further call before it knows which one that is.
 
         Args:
-            call: counted from the start of the generation.
+            call: counted from the start of the session.
 
         Raises:
             GenerationEndedError: a process of the generation is lost.
         """
+        call += self._earlier_calls
         with self._changed:
             self._changed.wait_for(lambda: not self._is_frozen or self._stop is not None or self._is_broken)
             self.check()

@@ -45,6 +45,8 @@ class StopRequest:
         self._handled: tuple[int, ...] = ()  # none in an elastic run, whose launcher handles signals
         if not self._member and threading.current_thread() is threading.main_thread():
             self._handled = tuple(filter(self._is_ours, SIGNALS))
+        if self._member:
+            self._member.begin_session()
         self._watcher = _Watcher(self) if self._handled and not is_notebook() else None
 
     def _is_ours(self, number: int) -> bool:

@@ -83,7 +83,8 @@ def run_generations(train: Callable[[], T], snapshots: Snapshots) -> T:
             if not _has_lost_peers(error):
                 raise
         # Outside of the block: the error's frames hold arrays and programs of the generation that ends.
-        _join_next(snapshots)
+        group.leave_generation()
+        group.join_generation(snapshots.step)
 
 
 def _has_lost_peers(error: Exception) -> bool:
@@ -97,18 +98,6 @@ def _has_lost_peers(error: Exception) -> bool:
         member.report_trouble(str(error).partition("\n")[0])
         return True
     return member.is_broken or (not isinstance(error, UserError) and member.await_break(CAUSE_S))
-
-
-def _join_next(snapshots: Snapshots) -> None:
-    """Leave this generation and join the next one that can be joined."""
-    while True:
-        group.leave_generation()
-        try:
-            group.join_generation(snapshots.step)
-            return
-        except Exception as error:
-            if not _has_lost_peers(error):
-                raise
 
 
 def report_sizes(plan: Plan, options: Options) -> None:
