@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,11 +100,12 @@ def disturb(run: ElasticRun, kills: int, seed: int) -> tuple[list[float], int, l
     for number in range(kills):
         time.sleep(rng.uniform(0.0, MAX_DELAY_S))
         pids = run.list_pids()
-        victim = rng.choice([slot for slot in pids if slot != kept])
         if run.process.poll() is not None:
             break
+        victim = rng.choice([slot for slot in pids if slot != kept])
         killed = time.time()
-        os.kill(pids[victim], signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pids[victim], signal.SIGKILL)
         time.sleep(0.3)
         is_broken = any(event["event"] == "broken" and event["time"] > killed - 0.005 for event in run.read())
         last = [event["event"] for event in run.read() if event["event"] in ("training", "broken", "generation")][-1]

@@ -16,6 +16,7 @@ from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
 from podscale.data import loader
+from podscale.errors import UserError
 from podscale.forecast import chips, choice
 from podscale.forecast.compute import count_model_work
 from podscale.forecast.model import Forecast, make_forecast
@@ -23,6 +24,7 @@ from podscale.models import registry
 from podscale.models.weights.names import digest_file
 from podscale.pod import Pod
 from podscale.processes import group
+from podscale.processes.membership import get_membership
 from podscale.recipe import Recipe
 from podscale.report.counter import show_progress
 from podscale.report.notebook import is_notebook
@@ -220,6 +222,8 @@ def _open_folder(
             bucket.push()
 
     bucket = find_bucket(folder)
+    if bucket and get_membership():
+        raise UserError("an elastic run keeps its folder on this machine: give --run a local folder, not a bucket")
     group.run_on_main_process(fill)
     if bucket and not group.is_main_process():
         bucket.pull()
