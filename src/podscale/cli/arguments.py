@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from podscale import recipe as recipes
 from podscale.cli.imports import import_user_code
-from podscale.cli.safe_stream import SafeStream
+from podscale.cli.safe_stream import SafeStream, separate_native_output
 from podscale.config.fields import replace_fields
 from podscale.config.options import Options, PodOptions
 from podscale.processes import control
@@ -50,6 +50,8 @@ def join_processes(arguments: argparse.Namespace) -> "Callable[[], Pod]":
 
     options = replace_fields(PodOptions(), "pod", _collect_section(arguments, "pod"))
     clock.mark("imports")
+    if is_elastic():
+        separate_native_output()  # all processes have the launcher's stdout, and the main one prints there
     group.join(arguments.coordinator, arguments.processes, arguments.process, options.heartbeat_s)
     abort_message.install(*group.get_rank_and_size())
     clock.mark("join")

@@ -95,3 +95,10 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = cast(TextIO, SafeStream(sys.stderr or os.fdopen(2, "w", closefd=False)))
+
+
+def separate_native_output() -> None:
+    """Send what native libraries print to stderr; Python's stdout stays where it is."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)

@@ -156,7 +156,8 @@ class Launcher:
             for message in messages or ():
                 self._handle(member, message)
         for member in self._members:
-            if time.monotonic() - member.last_sign > (CLOSED_S if member.is_closed else SILENCE_S):
+            limit_s = CLOSED_S if member.is_closed else SILENCE_S
+            if member.last_sign is not None and time.monotonic() - member.last_sign > limit_s:
                 member.kill()
 
     def _handle(self, member: Member, message: JsonObject) -> None:

@@ -32,7 +32,7 @@ class Member:
         is_ready: whether it waits for a generation to join.
         snapshot: the step of the state that it holds; -1: none.
         step: the updates that it has seen done.
-        last_sign: when it was last heard of.
+        last_sign: when it was last heard of; None: not yet, while it starts.
         is_closed: whether it has closed its connection, and is about to end.
         has_trained: whether it was in a generation that did a step.
     """
@@ -43,7 +43,7 @@ class Member:
     is_ready: bool = False
     snapshot: int = -1
     step: int = 0
-    last_sign: float = field(default_factory=time.monotonic)
+    last_sign: float | None = None
     is_closed: bool = False
     has_trained: bool = False
 
