@@ -41,9 +41,9 @@ class Generation:
             self._threads.append(thread)
 
     def _stand_in(self, rank: int) -> None:
-        client: Any = private_jax.make_client(self.address, rank)
+        waiters = private_jax.WaiterRelease(private_jax.make_client(self.address, rank), rank, self._size)
         while not self._ended.wait(RELEASE_S):
-            private_jax.release_waiters(client, self._size)
+            waiters.release()
 
     def end(self) -> None:
         """End the service, which no process may be connected to any more."""

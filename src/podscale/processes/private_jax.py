@@ -1,7 +1,10 @@
 """Private parts of JAX that have no public name, behind functions of ours. No other module of the package uses them."""
 
 import functools
+import socket
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +52,9 @@ def replace_program_cache(make_cache: Callable[[str], Any]) -> None:
 SERVICE_HEARTBEAT_S = 600  # the launcher notices sooner that a process is lost; JAX would abort all others
 CONNECT_S = 60
 BROKEN = b"broken"
+ADDRESS_BYTES = 26  # of what a process publishes, up to the end of its IPv4 address
+DEVICES_PER_PROCESS = 2048  # the number of a process's first CPU device, divided by the process's number
+CONNECTION_S = 1.0
 
 
 def find_missing_part() -> str:
@@ -122,19 +128,51 @@ def disconnect() -> None:
     state.client, state.process_id, state.num_processes = None, 0, 1
 
 
-def release_waiters(client: Any, processes: int) -> None:
-    """Make everything fail that waits for a lost process while devices or connections are set up.
+class WaiterRelease:
+    """Makes everything fail that waits for a lost process while devices or connections are set up.
 
     The processes of a generation exchange their devices and addresses through its key-value store, and wait for minutes
-    for a key that does not come. So each key that is missing gets a value that none can use.
+    for a key that does not come, and half a minute for a connection. So each key that is missing gets a value that none
+    can use, and each process that has published its address gets a connection in the name of the lost one that ends.
+
+    Args:
+        client: a stand-in for the lost process.
+        lost: its number.
+        processes: how many there are.
     """
-    folders = ("cpu:local_topology", "cpu:global_topology", "cpu:gloo")
-    present = {key for folder in folders for key, _ in client.key_value_dir_get_bytes(folder)}
-    wanted = {"cpu:global_topology/cpu"} | {f"cpu:local_topology/cpu/{number}" for number in range(processes)}
-    groups = {key.rpartition("/")[0] for key in present if key.startswith("cpu:gloo/")}  # cpu:gloo/0,2048/1
-    wanted |= {f"{group}/{number}" for group in groups for number in range(group.count(",") + 1)}
-    for key in wanted - present:
-        try:
-            client.key_value_set_bytes(key, BROKEN)
-        except RuntimeError:
-            continue  # it has come meanwhile
+
+    def __init__(self, client: Any, lost: int, processes: int) -> None:
+        self._client, self._lost, self._processes = client, lost, processes
+        self._connected = set[str]()
+
+    def release(self) -> None:
+        """Release what waits now."""
+        folders = ("cpu:local_topology", "cpu:global_topology", "cpu:gloo")
+        present = {key: value for folder in folders for key, value in self._client.key_value_dir_get_bytes(folder)}
+        wanted = {"cpu:global_topology/cpu"} | {f"cpu:local_topology/cpu/{n}" for n in range(self._processes)}
+        addresses = {key: value for key, value in present.items() if key.startswith("cpu:gloo/")}  # .../0,2048/1
+        groups = {key.rpartition("/")[0] for key in addresses}
+        wanted |= {f"{group}/{number}" for group in groups for number in range(group.count(",") + 1)}
+        for key in wanted - present.keys():
+            with suppress(RuntimeError):  # it has come meanwhile
+                self._client.key_value_set_bytes(key, BROKEN)
+        for key in addresses.keys() - self._connected:
+            self._connected.add(key)
+            self._connect_and_close(key, bytes(addresses[key]))
+
+    def _connect_and_close(self, key: str, value: bytes) -> None:
+        """Connect to who has published this address, in the name of the lost process, and close the connection.
+
+        An address is a sockaddr at byte 18; the last eight bytes per device are what each has to send first.
+        """
+        devices = [int(number) for number in key.split("/")[-2].split(",")]
+        if len(value) < ADDRESS_BYTES + 8 * len(devices):
+            return  # no address, but BROKEN
+        family, port, host = struct.unpack_from("<2s2s4s", value, 18)
+        first = len(value) - 8 * len(devices)
+        for number, device in enumerate(devices):
+            if device // DEVICES_PER_PROCESS == self._lost and family == struct.pack("<H", socket.AF_INET):
+                with suppress(OSError):
+                    address = socket.inet_ntoa(host), int.from_bytes(port, "big")
+                    with socket.create_connection(address, CONNECTION_S) as connection:
+                        connection.sendall(value[first + 8 * number : first + 8 * number + 8])
