@@ -63,7 +63,11 @@ class Guard:
         self._member.step = call.start
         is_last = self._member.find_stop(self._calls) == REGROUP
         self._calls += 1
-        with self._run.events.phase("snapshot"):
-            self._run.snapshots.take(call, self._run.program, state, now=is_last)
+        snapshots, events = self._run.snapshots, self._run.events
+        if is_last or snapshots.is_due(call):
+            with events.phase("train"):
+                events.report_pending_call()  # the journal of a run that goes on from here has this call
+            with events.phase("snapshot"):
+                snapshots.take(call.stop, self._run.program, state)
         if is_last:
             raise GenerationEndedError("other processes join")

@@ -40,18 +40,20 @@ class Snapshots:
         """Drop the state: the run rolls back to a checkpoint."""
         self.step, self._state = -1, None
 
-    def take(self, call: range, program: Program, state: State, *, now: bool) -> None:
-        """Copy the state after a call to the host, if it is due; all processes call this.
+    def is_due(self, call: range) -> bool:
+        """Return whether to take a copy after a call, so that none is ever older than a few steps."""
+        return self.step < 0 or call.stop - self.step + len(call) > MAX_AGE
+
+    def take(self, step: int, program: Program, state: State) -> None:
+        """Copy the state after a step to the host; all processes call this.
 
         Args:
-            call: the steps of the call.
+            step: the updates done.
             program: what computes the state.
-            state: after the call.
-            now: whether it is due in any case.
+            state: after the step.
         """
-        if now or self.step < 0 or call.stop - self.step + len(call) > MAX_AGE:
-            whole = program.to_checkpoint(state)
-            self._state, self.step = jax.tree.map(lambda leaf: np.array(leaf.addressable_data(0)), whole), call.stop
+        whole = program.to_checkpoint(state)
+        self._state, self.step = jax.tree.map(lambda leaf: np.array(leaf.addressable_data(0)), whole), step
 
     def find_step(self) -> int:
         """Return the step of the main process's state, which is the newest; -1: none. All processes call this."""
