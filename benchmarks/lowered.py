@@ -146,7 +146,7 @@ def list_cases() -> list[Case]:
 
 def structural_cases() -> Iterator[Case]:
     """How the program is laid out over a pod: on each platform by the plan of a pod of its own."""
-    strategies = ("xla", "ring", "ring2", "torus", "torus4", "sharded")
+    strategies = ("xla", "ring", "ring2", "torus", "torus4", "swing", "swing_latency", "sharded")
     yield Case("digits-1x1", pod="1x1", programs=(*BOTH, "predict"))
     yield Case("digits-auto")
     for name in strategies:

@@ -9,12 +9,29 @@ import math
 from pathlib import Path
 from typing import Any
 
-from podscale.forecast.probe import LinearCost, Probe
+from podscale.forecast.probe import Probe
 from podscale.parallel.strategies import STRATEGIES
 from podscale.parallel.summation import Load
 
-NAMES = {"xla": "`xla` (Gloo)", "ring": "`ring`", "ring2": "`ring2`", "torus": "`torus`", "torus4": "`torus4`"}
-COLOURS = {"xla": "#777777", "ring": "#c44e52", "ring2": "#e8a33d", "torus": "#4878a8", "torus4": "#2c7a4b"}
+NAMES = {
+    "xla": "`xla` (Gloo)",
+    "ring": "`ring`",
+    "ring2": "`ring2`",
+    "torus": "`torus`",
+    "torus4": "`torus4`",
+    "swing": "`swing`",
+    "swing_latency": "`swing_latency`",
+    "auto": "`auto`",
+}
+COLOURS = {
+    "xla": "#777777",
+    "ring": "#c44e52",
+    "ring2": "#e8a33d",
+    "torus": "#4878a8",
+    "torus4": "#2c7a4b",
+    "swing": "#8a5fb0",
+    "swing_latency": "#b0458a",
+}
 WIDTH, HEIGHT, LEFT, TOP, GAP = 380, 300, 60, 40, 70
 Point = dict[str, Any]
 
@@ -37,15 +54,17 @@ def format_title(result: dict[str, Any]) -> str:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """Return a row per strategy and a column per payload: milliseconds, and the model's in brackets."""
+    """Return a row per strategy and devices of a host, a column per payload: milliseconds, the model's in brackets."""
     payloads = list(dict.fromkeys(point["payload"] for point in result["points"]))
-    times = {(point["strategy"], point["payload"]): point for point in result["points"]}
+    times = {(point["strategy"], point["cores"], point["payload"]): point for point in result["points"]}
     lines = ["| ms (model) | " + " | ".join(payloads) + " |", "| --- |" + " --- |" * len(payloads)]
-    for name, label in NAMES.items():
-        points = [times.get((name, payload)) for payload in payloads]
-        cells = [f"{p['ms']:,.0f} ({p['model_ms']:,.0f})" if p else "" for p in points]
-        if any(cells):
-            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    for cores in sorted({point["cores"] for point in result["points"]}):
+        for name, label in NAMES.items():
+            points = [times.get((name, cores, payload)) for payload in payloads]
+            cells = [f"{p['ms']:,.0f} ({p['model_ms']:,.0f})" if p else "" for p in points]
+            if any(cells):
+                devices = f", {cores} devices" if cores > 1 else ""
+                lines.append(f"| {label}{devices} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -75,6 +94,7 @@ def draw_panel(result: dict[str, Any], left: float) -> str:
     ]
     for name, colour in COLOURS.items():
         strategy_points = [p for p in points if p["strategy"] == name]
+        strategy_points = [p for p in strategy_points if p["cores"] == strategy_points[0]["cores"]]
         if not strategy_points:
             continue
         line = " ".join(
@@ -90,13 +110,7 @@ def draw_panel(result: dict[str, Any], left: float) -> str:
 
 def predict_line(result: dict[str, Any], point: Point, least: int, most: int) -> list[tuple[float, float]]:
     """Return the model's line of a strategy, as (bytes, milliseconds)."""
-    links = result["links"][str(point["cores"])]
-    costs = {
-        name: LinearCost(value["hop_s"], value["rate"] or math.inf)
-        for name, value in links.items()
-        if isinstance(value, dict)
-    }  # JSON has no infinity, the rate of a chip with one core
-    probe = Probe(links["rows"], links["cols"], **costs)
+    probe = Probe.from_dict(result["links"][str(point["cores"])])
     sizes = [least * (most / least) ** (i / 60) for i in range(61)]
     return [(size, 1e3 * STRATEGIES[point["strategy"]].predict_s(probe, Load(size))) for size in sizes]
 
@@ -117,10 +131,10 @@ def draw_grid(x: Any, y: Any, least: int, most: int, times: list[float], left: f
 def draw_legend() -> str:
     parts = []
     for i, (name, colour) in enumerate(COLOURS.items()):
-        x = LEFT + i * 80
+        x = LEFT + i * 90
         parts.append(f'<circle cx="{x}" cy="{TOP + HEIGHT + 40}" r="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 8}" y="{TOP + HEIGHT + 44}">{name}</text>')
-    end = LEFT + len(COLOURS) * 80
+    end = LEFT + len(COLOURS) * 90 + 30
     parts.append(f'<text x="{end}" y="{TOP + HEIGHT + 44}">points: measured; lines: model</text>')
     return "\n".join(parts)
 

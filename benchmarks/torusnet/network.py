@@ -26,8 +26,9 @@ from typing import Self
 HERE = Path(__file__).parent
 PREFIX = "podscale-net"
 MTU = 4000
-# A host's process waits most of the time and must not be delayed by other work; it ends with its parent.
-AS_HOST = "nice -n -15 setpriv --pdeathsig KILL".split()
+# A host's process waits most of the time and must not be delayed by other work, so it has a real-time priority, below
+# that of the wires; it ends with its parent.
+AS_HOST = "chrt --rr 1 setpriv --pdeathsig KILL".split()
 SETTINGS = (
     "net.ipv4.ip_forward=1",
     "net.ipv4.conf.all.rp_filter=0",

@@ -2,7 +2,8 @@
 
 Every strategy of gradient summation runs as rows x columns separate processes over a network of namespaces on this
 machine (`network.py`), and Gloo's own all-reduce, which `xla` uses between CPUs. There, several messages of one
-program are sent in sequence, so a process has one device for each path: two for `ring2`, four for `torus4`.
+program are sent in sequence, so a process has one device for each path: two for `ring2`, four for `torus4`, or as many
+as NAME/DEVICES says (`--strategies swing,swing/4`). `auto` is the choice by size among all strategies on that pod.
 A second table has the ratios. Needs root.
 
     python benchmarks/torusnet/sums.py 4x4 [--mbit 25] [--inside-mbit M] [--delay-us 2000] [--bytes 64,65536,...]
@@ -23,9 +24,9 @@ from typing import Any
 
 from network import Torus, Wires, measure_idle_share
 
-CORES = {"xla": 1, "ring": 1, "torus": 1, "ring2": 2, "torus4": 4}  # devices of a process: one per path
+CORES = {"xla": 1, "ring": 1, "torus": 1, "swing": 1, "swing_latency": 1, "auto": 1, "ring2": 2, "torus4": 4}
 SIZES = "64,4096,65536,1000000,10000000"
-RATIOS = (("torus", "ring"), ("torus4", "xla"), ("torus4", "ring2"))  # the first should be faster
+RATIOS = (("torus", "ring"), ("swing_latency", "torus"), ("auto", "xla"), ("torus4", "xla"), ("torus4", "ring2"))
 
 
 def main() -> None:
@@ -45,18 +46,23 @@ def main() -> None:
     print(f"{measure_idle_share():.0%} of the cores' time is idle before the start", flush=True)
     points: list[dict[str, Any]] = []
     links: dict[str, Any] = {}
-    for cores in sorted(set(CORES.values())):
-        names = [name for name in arguments.strategies.split(",") if CORES[name] == cores]
-        if not names:
-            continue
+    chosen = [parse_strategy(text) for text in arguments.strategies.split(",")]
+    for cores in sorted({cores for _, cores in chosen}):
+        names = [name for name, count in chosen if count == cores]
         with Torus(rows, cols, wires) as torus:
             measurement = measure_sums(torus, cores, names, arguments)
-        links[str(cores)] = measurement["links"]
+        links[str(cores)] = measurement["links"] | {"auto": measurement["auto"]}
         points += [point | {"cores": cores} for point in measurement["points"]]
-        print(f"{', '.join(names)}: {torus.lateness}", flush=True)
+        print(f"{', '.join(names)}: {torus.lateness}; auto: {measurement['auto']}", flush=True)
     result = vars(arguments) | {"json": "", "cpus": os.cpu_count(), "date": str(date.today())}
     arguments.json.write_text(json.dumps(result | {"links": links, "points": points}, indent=1) + "\n")
     print_points(points)
+
+
+def parse_strategy(text: str) -> tuple[str, int]:
+    """Return a strategy, and the devices of a process: NAME, with one for each of its paths, or NAME/DEVICES."""
+    name, _, cores = text.partition("/")
+    return name, int(cores) if cores else CORES[name]
 
 
 def measure_sums(torus: Torus, cores: int, names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +84,7 @@ def print_points(points: list[dict[str, Any]]) -> None:
     """Print the points with their predictions, then the ratios."""
     for point in points:
         model = f"model {point['model_ms']:8.1f} ({point['ms'] / point['model_ms'] - 1:+.0%})"
-        print(f"{point['strategy']:8}{point['payload']:>16}{point['ms']:10.1f} ms, {model}")
+        print(f"{point['strategy']:14}{point['cores']:2}{point['payload']:>16}{point['ms']:10.1f} ms, {model}")
     times = {(point["strategy"], point["payload"]): point["ms"] for point in points}
     for faster, slower in RATIOS:
         for payload in dict.fromkeys(point["payload"] for point in points):

@@ -7,6 +7,7 @@ sums of gradients and of batch-norm moments, and batch norm's own messages, over
 Needs root.
 
     python benchmarks/torusnet/train.py [--shape 4x4] [--mbit 5] [--delay-us 2000] [--width 24] [--steps 6]
+        [--tile-summation xla] [--messages]
 """
 
 import argparse
@@ -21,17 +22,16 @@ from typing import Any
 from network import Torus, Wires, measure_idle_share
 
 IMAGES = 16  # on a host: a batch-norm tile of 2x2 hosts has 64
-CORES = {"xla": 1, "torus": 1, "torus4": 4}  # devices of a process
+CORES = {"xla": 1, "torus": 1, "swing": 1, "swing_latency": 1, "torus4": 4}  # devices of a process
 PROBE = """
 import json, math, sys
 from podscale.parallel import batch_norm as norm
-from podscale import plan
 from podscale.pod import find_pod
 from podscale.processes import group
 from podscale import recipe as recipes
 from podscale.forecast import probe
 from podscale.forecast.compute import count_work
-from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.strategies import find_summation
 from podscale.parallel.summation import Load
 
 number, first, cores, strategy, width = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
@@ -41,16 +41,23 @@ pod = find_pod(shape, cores=cores)
 recipe = recipes.override_recipe(recipes.load_recipe("digits"), {"model.name": "resnet18", "model.width": width})
 work = count_work(recipe, 10)
 links = probe.measure_links(pod)
-sums = sum(STRATEGIES[strategy].predict_s(links, Load(size)) for size in (4 * work.parameters, 8 * work.norm_channels))
-message, groups = 8 * work.norm_channels // work.norms, plan.make_tiled_groups(pod, 1)
+load = Load(4 * work.parameters, moments=8 * work.norm_channels)
+sums = find_summation(strategy).predict_s(links, load)
+message = 8 * work.norm_channels // work.norms
 
-def send_messages(x):  # in sequence, as in training; a single one would wait for the last process to start
-    for _ in range(2 * work.norms):
-        x = norm.sum_over_tile(x, groups) / pod.size
-    return x
+def time_norms(tile_summation):
+    groups = norm.make_tiled_groups(pod, 1, exchanges=tile_summation == "swing_latency")
 
-norms, _ = probe.time_on_mesh(pod.mesh((2, 2)), send_messages, message)
-print(json.dumps({"sums_s": sums, "norms_s": norms, "parameters": work.parameters}))
+    def send_messages(x):  # in sequence, as in training; a single one would wait for the last process to start
+        for _ in range(2 * work.norms):
+            x = norm.sum_over_tile(x, groups) / pod.size
+        return x
+
+    return probe.time_on_mesh(pod.mesh((2, 2)), send_messages, message)[0]
+
+norms = {name: time_norms(name) for name in ("xla", "swing_latency")}
+sizes = {"message": message, "norms": work.norms}
+print(json.dumps({"sums_s": sums, "norms_s": norms[sys.argv[7]], "norms_by_s": norms} | sizes))
 group.leave()
 """
 
@@ -63,6 +70,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=24)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--strategies", default="xla,torus4")
+    parser.add_argument("--tile-summation", default="xla", help="how batch norm sums: xla or swing_latency")
+    parser.add_argument("--messages", action="store_true", help="time the messages of a step only, and do not train")
     parser.add_argument("--minutes", type=float, default=12.0, help="for each part; then it gives up")
     arguments = parser.parse_args()
     print(f"{measure_idle_share():.0%} of the cores' time is idle before the start", flush=True)
@@ -72,10 +81,13 @@ def main() -> None:
         for strategy in arguments.strategies.split(","):
             predicted = predict(torus, strategy, CORES[strategy], arguments)
             print(strategy, json.dumps(predicted), flush=True)
+            if arguments.messages:
+                continue
             results[strategy] = predicted | measure_training(torus, strategy, CORES[strategy], arguments)
             print(strategy, json.dumps(results[strategy]), flush=True)
     print(torus.lateness)
-    print_results(results)
+    if results:
+        print_results(results)
 
 
 def predict(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespace) -> dict[str, float]:
@@ -84,6 +96,7 @@ def predict(torus: Torus, strategy: str, cores: int, arguments: argparse.Namespa
 
     def make_command(number: int, first: str) -> list[str]:
         probe_arguments = [str(number), f"{first}:{port}", str(cores), strategy, str(arguments.width), arguments.shape]
+        probe_arguments.append(arguments.tile_summation)
         return [sys.executable, "-c", PROBE, *probe_arguments]
 
     return json.loads(torus.run(make_command, 60 * arguments.minutes, {"JAX_PLATFORMS": "cpu"})[0].splitlines()[-1])
@@ -97,6 +110,7 @@ def measure_training(torus: Torus, strategy: str, cores: int, arguments: argpars
     recipe = f"digits --model.name resnet18 --model.width {arguments.width} --batch.size {images} --batch.span 64"
     recipe += f" --train.epochs {epochs} --train.eval_epochs {epochs} --schedule.warmup_epochs 0"
     machine = f"--pod.shape {arguments.shape} --pod.cores {cores} --plan.summation {strategy} --plan.bucket_mib 0"
+    machine += f" --plan.tile_summation {arguments.tile_summation}"
     machine += " --pod.heartbeat_s 900"  # sixteen processes compile on a few cores: heartbeats are late
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"

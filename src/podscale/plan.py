@@ -17,11 +17,11 @@ from podscale.config.options import Options, check_options, set_summation
 from podscale.config.suggestions import list_divisors, suggest_numbers
 from podscale.errors import UserError
 from podscale.kernels.layer_spec import CUDNN, HOPPER, REFERENCE, TRITON, Kernels
-from podscale.parallel.batch_norm import Groups
+from podscale.parallel.batch_norm import Groups, make_tiled_groups
 from podscale.parallel.inputs import Input, find_input
-from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.strategies import describe_summation, find_summation
 from podscale.parallel.summation import Summation, Transfer
-from podscale.pod import CORE, TILE, Pod
+from podscale.pod import Pod
 from podscale.recipe import Recipe, describe_sizes, list_size_ranges
 
 HOPPER_CAPABILITY, BOTTLENECK_MODELS = "9.0", ("resnet50", "resnet101", "resnet152")  # that have kernels
@@ -82,7 +82,7 @@ class Plan:
     @property
     def summation(self) -> Summation:
         """The strategy that sums gradients."""
-        return STRATEGIES[self.options.summation]
+        return find_summation(self.options.summation)
 
     @property
     def transfer(self) -> Transfer:
@@ -140,7 +140,9 @@ class Plan:
     def groups(self) -> Groups:
         """How the images of one device and micro-batch are grouped for batch norm."""
         span = self.recipe.batch.span
-        return Groups(span) if span <= self.micro_images else make_tiled_groups(self.pod, self.micro_images)
+        exchanges = self.options.tile_summation == "swing_latency"
+        tiled = make_tiled_groups(self.pod, self.micro_images, exchanges=exchanges)
+        return Groups(span) if span <= self.micro_images else tiled
 
     def positions(self, device: Any) -> Any:
         """Return positions of the global batch that a device, numbered in batch order, processes: [micro-batch, image].
@@ -199,6 +201,7 @@ class Plan:
             norm = f"{groups} group{'s' * (groups > 1)} of {b.span} inside each device"
         else:
             norm = f"groups of {b.span} over tiles of {h}x{w} chips" + (f" x {p.cores} cores" if p.cores > 1 else "")
+            norm += ", by swing_latency" if self.groups.exchanges else ""
         lanes, need = self.recipe.data.lanes, self.memory.total(self.micro_images, self.input_images)
         cores = f" x {p.cores} cores" if p.cores > 1 else ""
         hosts = f", {p.hosts} hosts" if p.hosts > 1 else ""
@@ -215,7 +218,7 @@ class Plan:
             ("pod", f"{p.kind}, {p.shape} torus{cores}{hosts}"),
             ("batch", f"{b.size:,} images, {self.images_per_device} per device{parts}"),
             ("batch norm", norm),
-            ("summation", f"{self.options.summation}, {self.options.payload} payload"),
+            ("summation", f"{describe_summation(self.options.summation)}, {self.options.payload} payload"),
             *([("muon", f"each matrix once a {self.options.orthogonalize}")] if self.memory.update else []),
             ("input", f"{lanes} lane{'s' * (lanes > 1)}, {count_lanes_per_host(self)} per host{resident}"),
             ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} per epoch), {self.steps_per_call} per call"),
@@ -233,6 +236,7 @@ class Plan:
             "tile": list(self.tile),
             "span": self.recipe.batch.span,
             "summation": self.options.summation,
+            "tile_summation": self.options.tile_summation,
             "payload": self.options.payload,
             "bucket_bytes": self.transfer.bucket_bytes,
             "kernels": self.kernels.name if self.kernels else "",
@@ -253,17 +257,6 @@ class Plan:
                 "limit": self.pod.memory_bytes,
             },
         }
-
-
-def make_tiled_groups(pod: Pod, images: int) -> Groups:
-    """Return batch-norm groups that span tiles, with `images` of each group on every device.
-
-    One sum over the whole tile is one latency, and the better choice on TPUs
-    (`tests/integration/test_tpu_program.py`). Between CPUs it is a ring over all devices of all processes, so the
-    devices of each process are summed first.
-    """
-    inner = (CORE,) if pod.kind == "cpu" and pod.hosts > 1 and pod.cores > 1 else ()
-    return Groups(images, TILE, inner)
 
 
 def count_lanes_per_host(plan: Plan) -> int:
@@ -327,15 +320,16 @@ def _decide_messages(options: Options, pod: Pod, recipe: Recipe, counts: Counts)
     if obstacle := kind.explain_obstacle(recipe):
         raise UserError(f"plan.cache {options.cache}: {obstacle}")
     default_steps = 1 if pod.kind == "cpu" else kind.choose_steps_per_call(recipe, pod.size, counts.train)
-    strategy = STRATEGIES["xla" if options.summation == "auto" else options.summation]
+    strategy = find_summation("xla" if options.summation == "auto" else options.summation)
     options = set_summation(options, strategy.name, BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib)
+    options = options if options.tile_summation != "auto" else replace(options, tile_summation="xla")
     return replace(options, steps_per_call=options.steps_per_call or default_steps)
 
 
 def _fit_memory(memory: Memory, recipe: Recipe, pod: Pod, counts: Counts, options: Options) -> Memory:
     """Return the memory with the input's bytes, and the optimizer's as the summation lays them out."""
     images = find_input(options.cache).count_bytes(recipe, counts.train + counts.val)
-    optimizer = STRATEGIES[options.summation].count_state_bytes(memory.optimizer, pod.size)
+    optimizer = find_summation(options.summation).count_state_bytes(memory.optimizer, pod.size)
     return replace(memory, optimizer=optimizer, input_per_image=images.per_image, images=images.resident)
 
 

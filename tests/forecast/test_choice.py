@@ -1,6 +1,9 @@
 """Which summation `auto` chooses: by the chip's links, by measured links, or as in the run's first session."""
 
+import dataclasses
+import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -12,8 +15,8 @@ from podscale.bench import sums
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.forecast import choice, probe
-from podscale.forecast.probe import LinearCost, Probe
-from podscale.parallel.strategies import STRATEGIES, list_replicated
+from podscale.forecast.probe import LinearCost, Probe, SampledCost
+from podscale.parallel.strategies import STRATEGIES, find_summation, list_replicated
 from podscale.parallel.summation import Load
 from podscale.planner import questions
 from podscale.pod import Pod, named_pod
@@ -37,9 +40,10 @@ def choose(monkeypatch, links, parameters=RESNET50, **options):
     return choice.choose_summation(Options(**options), here, parameters)
 
 
-def test_torus4_is_chosen_if_four_links_are_as_fast_as_one(monkeypatch):
+def test_torus4_is_chosen_for_large_sums_if_four_links_are_as_fast_as_one(monkeypatch):
     result = choose(monkeypatch, make_links())
-    assert result.options.summation == "torus4"
+    names = re.sub(r":\d+", "", result.options.summation)
+    assert names == "swing_latency,swing,torus4"  # fewest messages, then fewer bytes, then all links
     assert result.options.bucket_mib == 0  # nothing hides behind the backward pass here: one sum has least latency
     assert set(result.predicted) == set(list_replicated())
     assert result.predicted["torus"] == pytest.approx(12 * 2e-3 + 2 * 15 / 16 * 4 * RESNET50 / 3e6)
@@ -49,9 +53,27 @@ def test_torus4_is_chosen_if_four_links_are_as_fast_as_one(monkeypatch):
     assert row[1].startswith("torus4 ")
 
 
-def test_torus_is_chosen_if_links_share_a_port(monkeypatch):
-    shared = LinearCost(8e-3, 3e6 / 4)
-    assert choose(monkeypatch, make_links(four=shared, ring2=shared), parameters=1000).options.summation == "torus"
+def test_every_sum_gets_the_fastest_strategy_for_its_size(monkeypatch):
+    links = make_links()
+    chosen = find_summation(choose(monkeypatch, links).options.summation)
+    for size in np.geomspace(64, 4 * RESNET50, 50):
+        fastest = min(STRATEGIES[name].predict_s(links, Load(size)) for name in list_replicated())
+        assert chosen.predict_s(links, Load(size)) <= 1.03 * fastest
+
+
+def test_torus_is_chosen_for_large_sums_if_links_share_a_port_and_pairs_take_turns(monkeypatch):
+    shared, turns = LinearCost(8e-3, 3e6 / 4), LinearCost(2e-3, 1.5e6)
+    links = make_links(four=shared, ring2=shared, row_pairs=turns, column_pairs=turns)
+    assert choose(monkeypatch, links, parameters=10**6).options.summation.endswith(",torus")
+    assert choose(monkeypatch, links, parameters=100).options.summation == "swing_latency"
+
+
+@pytest.mark.parametrize(("line_s", "expected"), [(60e-3, "swing_latency"), (3e-3, "xla")])
+def test_batch_norm_sums_by_exchanges_where_they_were_timed_as_faster_than_the_compiler(monkeypatch, line_s, expected):
+    """Along a row of four: two messages of 2 ms and 4 KB, 6.7 ms in all."""
+    links = make_links(line=LinearCost(line_s, 3e6))
+    assert choose(monkeypatch, links).options.tile_summation == expected
+    assert choose(monkeypatch, links, tile_summation="xla").options.tile_summation == "xla"
 
 
 def test_a_strategy_hardly_faster_than_xla_is_not_chosen(monkeypatch):
@@ -75,7 +97,8 @@ def test_tpus_use_the_compilers_sum(name):
 
 def test_gpus_not_available_are_chosen_for_by_their_links():
     result = choice.choose_summation(Options(), named_pod("h100:16x8"), RESNET50)
-    assert result.predicted[result.options.summation] <= min(result.predicted.values()) / choice.MAX_TIME_RATIO
+    largest = result.options.summation.split(",")[-1]
+    assert result.predicted[largest] <= min(result.predicted.values()) / choice.MAX_TIME_RATIO
     assert result.options.bucket_mib in choice.BUCKETS_MIB
 
 
@@ -89,9 +112,13 @@ def test_one_machine_uses_xla_without_measuring(monkeypatch):
 def test_a_resumed_run_keeps_its_choice():
     here = Pod("cpu", 2, 2, hosts=4)
     plan = {"pod": {"kind": "cpu", "rows": 2, "cols": 2, "cores": 1, "hosts": 4, "devices": 4}}
-    plan |= {"summation": "torus", "bucket_bytes": 8 << 20}
+    plan |= {"summation": "swing_latency:4096,torus", "bucket_bytes": 8 << 20, "tile_summation": "swing_latency"}
     options = choice.reuse_choice(Options(), here, plan)
-    assert (options.summation, options.bucket_mib) == ("torus", 8)
+    assert (options.summation, options.bucket_mib) == ("swing_latency:4096,torus", 8)
+    assert options.tile_summation == "swing_latency"
+    older = {name: value for name, value in plan.items() if name != "tile_summation"} | {"summation": "torus"}
+    assert choice.reuse_choice(Options(), here, older).summation == "torus"
+    assert choice.reuse_choice(Options(), here, plan | {"summation": "of a plugin"}).summation == "auto"
     assert choice.reuse_choice(Options(summation="ring"), here, plan).summation == "ring"
     assert choice.reuse_choice(Options(), Pod("cpu", 1, 4, hosts=4), plan).summation == "auto"
     assert choice.reuse_choice(Options(), here, None).summation == "auto"
@@ -131,8 +158,7 @@ def test_every_strategy_is_timed_on_every_payload_and_sums_exactly(measurement):
 
 
 def compute_chip_rate(links):
-    costs = {name: LinearCost(**value) for name, value in links.items() if isinstance(value, dict)}
-    return Probe(links["rows"], links["cols"], **costs).chip_rate
+    return Probe.from_dict(links).chip_rate
 
 
 @pytest.mark.heavy
@@ -148,7 +174,43 @@ def test_predictions_are_the_closed_forms_of_measured_costs():
     assert STRATEGIES["ring"].predict_s(result, Load(size)) == pytest.approx(30 * (3e-3 + 1.0))
     assert STRATEGIES["torus"].predict_s(result, Load(size)) == pytest.approx(6 * (1e-3 + 4.0) + 6 * (2e-3 + 0.5))
     assert STRATEGIES["xla"].predict_s(result, Load(size)) == pytest.approx(0.1 + 10.0)
+    whole = 2 * (1e-3 + 16.0) + 2 * (2e-3 + 8.0)
+    assert STRATEGIES["swing_latency"].predict_s(result, Load(size)) == pytest.approx(whole)
+    halves = 2 * ((1e-3 + 8.0) + (2e-3 + 2.0) + (1e-3 + 2.0) + (2e-3 + 0.5))  # rows and columns in turn
+    assert STRATEGIES["swing"].predict_s(result, Load(size)) == pytest.approx(halves)
     assert np.isfinite(result.chip_rate)
+
+
+def test_paths_whose_messages_are_sent_in_turn_cost_less_once_the_shorter_ring_has_finished():
+    """On 3x4, torus4 sends rows-first and columns-first quarters in separate messages: "four" is the cost of both.
+
+    In each stage, two hops of both and one hop of the longer ring alone, which costs half.
+    """
+    links = dataclasses.replace(make_links(four=LinearCost(8e-3, math.inf)), rows=3)
+    assert STRATEGIES["torus4"].predict_s(links, Load(1.0)) == pytest.approx(4 * 2.5 * 8e-3)
+    square = dataclasses.replace(links, rows=4)
+    assert STRATEGIES["torus4"].predict_s(square, Load(1.0)) == pytest.approx(4 * 3 * 8e-3)
+
+
+def test_cores_that_wait_for_each_other_cost_a_sum_on_the_chip_each_time():
+    waits = dataclasses.replace(make_links(cores=LinearCost(4e-3, math.inf)), per_chip=4)
+    alone = dataclasses.replace(waits, cores=LinearCost(0.0, math.inf))
+    extra = {
+        name: STRATEGIES[name].predict_s(waits, Load(1.0)) - STRATEGIES[name].predict_s(alone, Load(1.0))
+        for name in ("torus", "ring2", "torus4")
+    }
+    assert extra == pytest.approx({"torus": 4e-3, "ring2": 4e-3, "torus4": 4e-3 + 3 * 2e-3})
+
+
+def test_the_compilers_sum_is_interpolated_between_measured_sizes():
+    cost = SampledCost((64, 1064, 2064), (1.0, 3.0, 4.0))
+    assert [cost.predict_s(size) for size in (4, 64, 564, 1564, 4128)] == pytest.approx([1.0, 1.0, 2.0, 3.5, 8.0])
+
+
+def test_links_survive_json():
+    links = make_links(xla=SampledCost((64, 128), (0.1, 0.2)), line=SLOW)
+    text = json.dumps(links.to_dict()).replace("Infinity", "null")  # as `bench sum --json` writes it
+    assert Probe.from_dict(json.loads(text)) == links
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """The closed forms of `forecast.network` against a simulation that sends every message over its own link."""
 
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +12,7 @@ from podscale.errors import UserError
 from podscale.forecast import network
 from podscale.forecast.chips import get_chip, list_kinds
 from podscale.forecast.network import Axis
+from podscale.parallel.exchanges import list_messages, make_paths
 from podscale.parallel.routes import PATHS, find_hamiltonian_cycle
 from podscale.parallel.strategies import STRATEGIES
 from podscale.parallel.summation import Load
@@ -130,6 +135,106 @@ def test_a_ring_sum_takes_as_long_as_its_messages(rows, cols, directions, form):
     assert form(make_axes(rows, cols), 1e6) == pytest.approx(simulate_ring(rows, cols, 1e6, directions), rel=1e-9)
 
 
+# --- Swing -----------------------------------------------------------------------------------------------------------
+
+
+def walk_ring(start, end, length):
+    """Return the directed links from one chip of a ring to another: the shorter way, forwards if both are as short."""
+    forwards = (end - start) % length
+    if 2 * forwards <= length:
+        return [((start + i) % length, 1) for i in range(forwards)]
+    return [((start - i) % length, -1) for i in range(length - forwards)]
+
+
+def simulate_round(messages, rows, cols):
+    """Return the seconds of messages (chip, chip, bytes) that start at once, each along its row or its column.
+
+    A message is done when all links on its way have carried all messages that cross them, and it has passed each.
+    """
+    carried, ways = Counter(), []
+    for (row, col), (to_row, to_col), size in messages:
+        assert (row == to_row) != (col == to_col)
+        if row == to_row:
+            way = [(row, link, "across") for link in walk_ring(col, to_col, cols)]
+        else:
+            way = [(col, link, "down") for link in walk_ring(row, to_row, rows)]
+        carried.update(dict.fromkeys(way, 0))
+        for link in way:
+            carried[link] += size
+        ways.append(way)
+    return max(len(way) * HOP for way in ways) + max(carried.values()) / RATE
+
+
+def simulate_swing(rows, cols, lanes, size):
+    """Halve along every cycle of the paths, on chips numbered in row order, and gather in reverse."""
+    paths, part, seconds = make_paths(rows, cols, lanes), size / lanes, 0.0
+    chips = np.arange(rows * cols).reshape(1, rows, cols)
+    for stage in list(zip(*paths, strict=True))[:-1]:
+        cycles = [cycle for route in stage for cycle in route.lay(chips).tolist()]
+        part /= len(cycles[0])
+        places = [[divmod(chip, cols) for chip in cycle] for cycle in cycles]
+        hops = [(here, there, part) for c in places for here, there in zip(c, c[1:] + c[:1], strict=True)]
+        seconds += (len(cycles[0]) - 1) * simulate_round(hops, rows, cols)
+    return 2 * seconds
+
+
+def simulate_messages(rows, cols, size):
+    """Send whole arrays along rows, then along columns."""
+    seconds = 0.0
+    for message in list_messages("row", cols):
+        sent = [((r, s), (r, t), message.copies * size) for r in range(rows) for t, s in enumerate(message.sources)]
+        seconds += simulate_round(sent, rows, cols)
+    for message in list_messages("column", rows):
+        sent = [((s, c), (t, c), message.copies * size) for c in range(cols) for t, s in enumerate(message.sources)]
+        seconds += simulate_round(sent, rows, cols)
+    return seconds
+
+
+def make_torus(rows, cols):
+    """Return the axes of a torus on which each further link of a message costs as much as the first."""
+    return {"row": Axis(cols, RATE, HOP, HOP), "column": Axis(rows, RATE, HOP, HOP), "slice": Axis(1, RATE, HOP)}
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 2), (4, 4), (3, 4), (2, 8), (6, 5), (16, 8), (32, 32)])
+@pytest.mark.parametrize("size", [512.0, 102e6])
+def test_swing_takes_as_long_as_its_messages(rows, cols, lanes, size):
+    seconds, expected = network.time_swing(make_torus(rows, cols), lanes, size), simulate_swing(rows, cols, lanes, size)
+    if lanes == 1 or rows == cols:
+        assert seconds == pytest.approx(expected, rel=1e-9)
+    else:  # of lanes along rows and along columns at once, the model takes the slower, and the longest way of all
+        assert seconds == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 2), (4, 4), (3, 4), (2, 8), (6, 5), (16, 8), (32, 32)])
+def test_whole_arrays_take_as_long_as_their_messages(rows, cols):
+    for size in (512.0, 1e6):
+        expected = simulate_messages(rows, cols, size)
+        assert network.time_messages(make_torus(rows, cols), size) == pytest.approx(expected, rel=1e-9)
+
+
+def test_swing_has_half_of_the_latency_of_a_torus_and_its_rate_where_no_link_is_shared():
+    small, large = ([form(size) for form in make_forms(4, 4)] for size in (1.0, 1e9))
+    assert small == pytest.approx([12 * HOP, 8 * HOP, 4 * HOP], rel=1e-3)
+    assert large == pytest.approx([2 * 15 / 16 * 1e9 / RATE] * 2 + [4 * 1e9 / RATE], rel=1e-3)
+
+
+def make_forms(rows, cols):
+    """Return the times of `torus`, `swing` and `swing_latency` as functions of the bytes."""
+    return (
+        lambda size: time_strategy("torus")(make_axes(rows, cols), size),
+        lambda size: network.time_swing(make_torus(rows, cols), 1, size),
+        lambda size: network.time_messages(make_torus(rows, cols), size),
+    )
+
+
+def test_pairs_that_take_turns_are_slower_than_rings():
+    axes = {name: replace(axis, pair_rate=RATE / 2) for name, axis in make_torus(3, 4).items()}
+    free = make_torus(3, 4)
+    assert network.time_messages(axes, 1e9) == pytest.approx((2 * 2 + 2) * 1e9 / RATE, rel=1e-3)  # two pairs, a block
+    assert network.time_messages(free, 1e9) == pytest.approx((2 + 2) * 1e9 / RATE, rel=1e-3)
+
+
 @pytest.mark.parametrize(("rows", "cols"), [(4, 4), (32, 32)])
 def test_independent_paths_take_as_long_as_all_links_on_a_square_torus(rows, cols):
     square = make_axes(rows, cols)
@@ -220,7 +325,7 @@ def test_every_chip_kind_but_the_cpu_has_a_row():
 # --- several slices ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["xla", "ring", "ring2", "torus", "torus4", "sharded"])
+@pytest.mark.parametrize("name", ["xla", "ring", "ring2", "torus", "torus4", "swing", "sharded"])
 def test_between_slices_each_chip_sends_what_it_owns_of_its_slice(name):
     """The sum over four slices takes as long as in one, and then as the ring or tree of 1/256 between four."""
     size, chip = 102e6, get_chip("v5e")

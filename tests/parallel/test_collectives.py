@@ -19,6 +19,6 @@ def test_hamiltonian_cycle_visits_every_chip_once_along_links(rows):
 
 
 def test_padding_is_to_whole_tiles_only_where_that_is_cheap():
-    assert collectives._compute_padding(1000, 16) == 8
-    assert collectives._compute_padding(25_557_032, 16) == -25_557_032 % (16 * 1024)
-    assert collectives._compute_padding(0, 16) == 0
+    assert collectives.compute_padding(1000, 16) == 8
+    assert collectives.compute_padding(25_557_032, 16) == -25_557_032 % (16 * 1024)
+    assert collectives.compute_padding(0, 16) == 0

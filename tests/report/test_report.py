@@ -284,6 +284,20 @@ def test_large_pods_are_drawn_as_an_excerpt_and_say_so(tmp_path):
     assert "would take 2,046" in read.text
 
 
+@pytest.mark.parametrize(
+    ("summation", "text"),
+    [
+        ("swing", "takes 20 hops"),
+        ("swing_latency", "Every chip exchanges all that it has"),
+        ("swing_latency:4096,torus", "takes 124 hops"),  # of the large sums
+    ],
+)
+def test_the_page_describes_swing_and_summations_by_size(tmp_path, summation, text):
+    read = Reader(write_page(make_paper_run(tmp_path / "run", summation)))
+    assert text in read.text
+    assert "the compiler chooses" not in read.text
+
+
 # --- mistakes of an evaluation ---------------------------------------------------------------------------------------
 
 

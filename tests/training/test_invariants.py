@@ -33,8 +33,8 @@ SAMPLED_PODS = [  # shape, micro-batches, steps per call, summation: every value
     ("2x1", 2, 1, "ring"),
     ("2x2", 1, 1, "torus"),
     ("2x2", 2, 4, "sharded"),
-    ("2x4", 1, 1, "torus4"),
     ("2x2*2", 1, 1, "torus"),
+    ("2x4", 1, 1, "swing_latency:4096,swing"),
 ]
 SLOW_PODS = [
     ("1x1", 1, 1, "xla"),
@@ -42,8 +42,11 @@ SLOW_PODS = [
     ("2x2", 2, 4, "xla"),
     ("2x4", 2, 1, "torus"),
     ("2x4", 1, 1, "sharded"),
+    ("2x4", 1, 1, "torus4"),  # on 4x4, test_modern_models.py has it in every run
     ("1x2*2", 2, 4, "sharded"),
     ("2x2*2", 1, 1, "xla"),
+    ("2x2*2", 1, 1, "swing"),
+    ("1x8", 1, 4, "swing_latency"),
 ]
 
 
@@ -68,7 +71,9 @@ def make_small_recipe(precision="float32", **changes):
 
 def train_on_pod(recipe, shape, micro_batches=1, steps_per_call=1, summation="xla", *, cores=0, model=None, **more):
     """Train on a pod; return the losses of all steps and the last state."""
-    options = Options(micro_batches=micro_batches, steps_per_call=steps_per_call, summation=summation, **more)
+    tiles = {"tile_summation": "swing_latency" if summation.startswith("swing_latency") else "xla"}
+    counts = {"micro_batches": micro_batches, "steps_per_call": steps_per_call}
+    options = Options(**counts, summation=summation, **tiles, **more)
     setup = prepare(recipe, pod.make_pod(jax.devices(), shape, cores), options, model)
     call = step.make_train_call(setup.net, setup.plan, setup.optimizer, setup.schedule, setup.mesh)
     state, losses = setup.init_state(), []

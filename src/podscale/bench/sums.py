@@ -16,10 +16,10 @@ from podscale.config.json_types import JsonObject
 from podscale.config.options import Options
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
-from podscale.forecast import probe
+from podscale.forecast import choice, probe
 from podscale.models import registry
 from podscale.models.functional import make_functional
-from podscale.parallel.strategies import STRATEGIES, list_replicated
+from podscale.parallel.strategies import find_summation, list_replicated
 from podscale.parallel.summation import PAYLOADS, Load, Transfer
 from podscale.plan import BUCKET_MIB
 from podscale.pod import Pod
@@ -27,6 +27,7 @@ from podscale.recipe import Recipe
 
 SIZES = (64, 4 << 10, 64 << 10, 1_000_000, 10_000_000, 100_000_000)
 SECONDS_PER_POINT = 10.0
+AUTO = "auto"  # the strategies that `plan.summation` auto uses, by size
 
 
 def measure_sums(
@@ -44,7 +45,8 @@ def measure_sums(
         recipe: its model's gradients are summed.
         pod: at least two devices.
         options: payload and bucket size.
-        strategies: which strategies; all if empty.
+        strategies: which strategies, or "auto" for the choice among all of them; all if empty. A strategy is left out
+            at a size at which it is predicted to take over ten seconds and twice as long as the choice.
         sizes: bytes per device.
         tree: whether to sum the model's gradients too.
         repeats: timed repetitions, whose median counts.
@@ -52,41 +54,56 @@ def measure_sums(
     Raises:
         UserError: an unknown strategy, a size or number of repeats that is too small, or a pod of one device.
     """
+    known = [AUTO, *list_replicated()]
     for name in strategies:
-        if name not in list_replicated():
-            raise UserError(f"there is no gradient summation {name!r}: {suggest_names(name, list_replicated())}")
+        if name not in known:
+            raise UserError(f"there is no gradient summation {name!r}: {suggest_names(name, known)}")
     if repeats < 1 or min(sizes, default=4) < 4:
         raise UserError("--repeats must be at least 1, and --bytes at least 4")
     if pod.size == 1:
         raise UserError("one device has nothing to sum with; --pod.virtual 2x2 makes four")
     links = probe.measure_links(pod)
+    by_size = choice.choose_by_size(links, pod)
     payloads = [(f"{size:,} B", jax.ShapeDtypeStruct((size // 4,), jnp.float32)) for size in sizes]
     payloads += [(recipe.model.name, _make_gradients(recipe))] if tree else []
+    texts = {name: by_size if name == AUTO else name for name in strategies or list_replicated()}
     points = [
-        _measure_point(pod, options, links, name, label, like, repeats)
+        _measure_point(pod, options, links, text, label, like, repeats) | {"strategy": name}
         for label, like in payloads
-        for name in strategies or list_replicated()
+        for name, text in texts.items()
+        if not _is_hopeless(links, text, by_size, _count_bytes(like))
     ]
     return {
         "devices": f"{pod.size} x {pod.kind}",
         "pod": {"rows": pod.rows, "cols": pod.cols, "cores": pod.cores, "hosts": pod.hosts},
         "payload": options.payload,
         "links": links.to_dict(),
+        "auto": by_size,
         "points": points,
     }
+
+
+def _is_hopeless(links: probe.Probe, strategy: str, by_size: str, size: int) -> bool:
+    """Return whether a point would take long, for a strategy that is predicted to be far from the fastest."""
+    seconds, best = (find_summation(text).predict_s(links, Load(size)) for text in (strategy, by_size))
+    return seconds > SECONDS_PER_POINT and seconds > 2 * best
+
+
+def _count_bytes(like: PyTree) -> int:
+    return sum(4 * leaf.size for leaf in jax.tree.leaves(like))
 
 
 def _measure_point(
     pod: Pod, options: Options, links: probe.Probe, strategy: str, label: str, like: PyTree, repeats: int
 ) -> JsonObject:
     """Time one strategy on one payload and compare the sums with the expected value."""
-    leaves, structure = jax.tree.flatten(like)
+    leaves, structure, summation = *jax.tree.flatten(like), find_summation(strategy)
     ends = np.cumsum([leaf.size for leaf in leaves])
     transfer = Transfer(options.payload, (BUCKET_MIB if options.bucket_mib < 0 else options.bucket_mib) << 20)
 
     def body(x: jax.Array) -> jax.Array:
         parts = [part.reshape(leaf.shape) for part, leaf in zip(jnp.split(x, ends[:-1]), leaves, strict=True)]
-        total = STRATEGIES[strategy].sum_gradients(jax.tree.unflatten(structure, parts), transfer)
+        total = summation.sum_gradients(jax.tree.unflatten(structure, parts), transfer)
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(total)])
 
     size = 4 * int(ends[-1])
@@ -96,9 +113,8 @@ def _measure_point(
     sent = size * PAYLOADS[options.payload] / PAYLOADS["float32"]
     chips = pod.rows * pod.cols
     bus = sent / seconds * 2 * (chips - 1) / chips
-    predicted = STRATEGIES[strategy].predict_s(links, Load(sent))
+    predicted = summation.predict_s(links, Load(sent))
     return {
-        "strategy": strategy,
         "payload": label,
         "bytes": size,
         "ms": seconds * 1e3,

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from podscale.config.fields import document_field as _field
 from podscale.errors import UserError
 
+TileSummation = Literal["auto", "xla", "swing_latency"]
+
 
 @dataclass(frozen=True)
 class PodOptions:
@@ -30,12 +32,15 @@ class Options:
     'float32'
     """
 
-    summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "sharded"] = _field(
+    summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "swing", "swing_latency", "sharded"] = _field(
         "auto", "how gradients are summed"
     )
     payload: Literal["float32", "bfloat16"] = _field("float32", "type in which gradients are sent")
     bucket_mib: int = _field(
         -1, "gradients are sent in buckets of this size; 0: all in one; -1: chosen with the summation"
+    )
+    tile_summation: Literal["auto", "xla", "swing_latency"] = _field(
+        "auto", "how batch norm sums over tiles of devices; auto: xla, or swing_latency between CPUs if timed as faster"
     )
     micro_batches: int = _field(0, "micro-batches per device and update; 0: as few as fit the memory")
     steps_per_call: int = _field(0, "updates per call of the compiled program; 0: chosen by device")

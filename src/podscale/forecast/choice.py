@@ -9,18 +9,23 @@ import math
 import os
 import socket
 import zlib
+from dataclasses import replace
 from typing import NamedTuple
 
 from podscale.config.json_types import JsonObject
-from podscale.config.options import Options, set_summation
+from podscale.config.options import Options, TileSummation, set_summation
+from podscale.errors import UserError
 from podscale.forecast import chips, network, probe
-from podscale.parallel.strategies import STRATEGIES, list_replicated
+from podscale.parallel.strategies import STRATEGIES, find_summation, format_by_size, list_replicated
 from podscale.parallel.summation import PAYLOADS, Links, Load
 from podscale.plan import BUCKET_MIB
 from podscale.pod import Pod
-from podscale.processes.group import all_agree, broadcast_int
+from podscale.processes.group import all_agree, broadcast_int, share_bytes
 
 MAX_TIME_RATIO = 0.9  # a strategy replaces XLA's sum if it is predicted to need at most this share of its time
+MAX_MEASURED_RATIO = 0.98  # the same, where messages were timed
+SIZES = tuple(2 ** (i / 2) for i in range(12, 60))  # bytes of sums to choose for: 64 B to 750 MB
+NORM_BYTES = 4096  # of a batch norm's message: the sums of 512 channels and of their squares
 BUCKETS_MIB = (0, 8, 16, 32, 64, 128)
 
 
@@ -47,7 +52,39 @@ def choose_summation(options: Options, pod: Pod, parameters: int) -> Choice:
     size = parameters * PAYLOADS[options.payload]
     mib = options.bucket_mib if options.bucket_mib >= 0 else _choose_bucket_mib(links, size, pod)
     predicted = _predict_all(links, size, mib)
-    return Choice(set_summation(options, _pick_fastest(predicted, pod), mib), predicted, source)
+    by_size = choose_by_size(links, pod, largest=min(size, mib << 20) if mib else size)
+    options = replace(set_summation(options, by_size, mib), tile_summation=_choose_tile_summation(options, links, pod))
+    return Choice(options, predicted, source)
+
+
+def choose_by_size(links: Links, pod: Pod, largest: float = SIZES[-1]) -> str:
+    """Return the fastest strategy for sums of any size up to the largest, as `plan.summation` has it.
+
+    Gradients travel in buckets, and a few small arrays beside them: each sum gets the strategy for its own bytes.
+    """
+    row = chips.find_chip(pod.kind)
+    if row and row.is_torus:
+        return "xla"
+    ratio = MAX_MEASURED_RATIO if isinstance(links, probe.Probe) else MAX_TIME_RATIO
+    sizes = [size for size in SIZES if size < largest] + [largest]
+    names = [_pick_fastest({name: _time_sum(links, name, size) for name in list_replicated()}, ratio) for size in sizes]
+    parts = [
+        (math.sqrt(size * larger), name)  # they change between two sizes
+        for name, following, size, larger in zip(names, names[1:], sizes, sizes[1:], strict=False)
+        if name != following
+    ]
+    return format_by_size([*parts, (math.inf, names[-1])])
+
+
+def _choose_tile_summation(options: Options, links: Links, pod: Pod) -> TileSummation:
+    """Return how batch norm sums over tiles: by exchanges between CPUs, if along a row they were timed as faster."""
+    if options.tile_summation != "auto" or pod.kind != "cpu" or not isinstance(links, probe.Probe):
+        return options.tile_summation
+    return "swing_latency" if links.compare_line(NORM_BYTES) < MAX_TIME_RATIO else "xla"
+
+
+def _time_sum(links: Links, name: str, size: float) -> float:
+    return STRATEGIES[name].predict_s(links, Load(size))
 
 
 def _predict_all(links: Links, size: float, mib: int) -> dict[str, float]:
@@ -77,10 +114,9 @@ def _is_one_machine() -> bool:
     return all_agree(broadcast_int(machine) == machine)
 
 
-def _pick_fastest(predicted: dict[str, float], pod: Pod) -> str:
-    row = chips.find_chip(pod.kind)
+def _pick_fastest(predicted: dict[str, float], ratio: float) -> str:
     best = min(predicted, key=predicted.__getitem__)
-    return "xla" if (row and row.is_torus) or predicted[best] > MAX_TIME_RATIO * predicted["xla"] else best
+    return "xla" if predicted[best] > ratio * predicted["xla"] else best
 
 
 def _choose_bucket_mib(links: Links, size: float, pod: Pod) -> int:
@@ -119,13 +155,22 @@ def reuse_choice(options: Options, pod: Pod, plan: JsonObject | None) -> Options
         plan: plan.json of the run's folder; None if there is none. Only the main process need be able to read it:
             the others receive the choice from it.
     """
-    names = list_replicated()
     same = plan is not None and options.summation == "auto" and _is_same_pod(plan, pod)
-    number = names.index(plan["summation"]) if plan and same and plan["summation"] in names else -1
-    number, mib = broadcast_int(number), broadcast_int((plan["bucket_bytes"] if plan and same else 0) >> 20)
-    if number < 0 or options.summation != "auto":
+    text = share_bytes(lambda: plan["summation"].encode() if plan and same else b"").decode()
+    mib = broadcast_int((plan["bucket_bytes"] if plan and same else 0) >> 20)
+    if not _is_for_every_optimizer(text) or options.summation != "auto":
         return options
-    return set_summation(options, names[number], mib if options.bucket_mib < 0 else options.bucket_mib)
+    options = set_summation(options, text, mib if options.bucket_mib < 0 else options.bucket_mib)
+    by_exchanges = broadcast_int(bool(plan and plan.get("tile_summation") == "swing_latency"))
+    return replace(options, tile_summation="swing_latency") if by_exchanges else options
+
+
+def _is_for_every_optimizer(text: str) -> bool:
+    """Return whether a run's summation can be used again; a program may no longer register its own."""
+    try:
+        return find_summation(text).norms is None
+    except UserError:
+        return False
 
 
 def _is_same_pod(plan: JsonObject, pod: Pod) -> bool:

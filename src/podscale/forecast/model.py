@@ -140,7 +140,7 @@ def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Fore
         plan=plan,
         compute_s=compute_s,
         batch_norm_s=_predict_batch_norm_s(plan, work, software),
-        summation_s=_predict_exposed_s(plan, hides, load, sums[plan.options.summation], images_s),
+        summation_s=_predict_exposed_s(plan, hides, load, plan.summation.predict_s(links, load), images_s),
         orthogonalization_s=predict_orthogonalization_s(
             plan.options, plan.pod, work.matrices, plan.recipe.optimizer.newton_schulz
         ),
@@ -158,7 +158,7 @@ def _compute_update_share(plan: Plan, software: Software) -> float:
     devices = plan.pod.size
     if software.shards_update:
         return 1 / devices
-    return STRATEGIES[plan.options.summation].count_state_bytes(devices, devices) / devices
+    return plan.summation.count_state_bytes(devices, devices) / devices
 
 
 def _make_load(plan: Plan, work: Work, software: Software) -> Load:

@@ -6,11 +6,12 @@ every message of a torus on its links, one by one, and arrives at the same times
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from podscale.errors import UserError
 from podscale.forecast.chips import Chip, get_chip
+from podscale.parallel.exchanges import Exchange, list_messages, make_paths, measure_span
 from podscale.parallel.routes import Path, Route
 from podscale.pod import Pod
 
@@ -26,6 +27,8 @@ class Axis:
     size: int
     rate: float  # bytes per second and direction
     hop_s: float
+    link_s: float = 0.0  # what each further link adds to a hop over several; 0: a switch connects all devices
+    pair_rate: float = math.inf  # of two devices that send to each other, where that is less than `rate`
 
     def __post_init__(self) -> None:
         if self.size < 1 or not self.rate > 0 or self.hop_s < 0:
@@ -35,27 +38,83 @@ class Axis:
 RingMessage = tuple[Axis, float]  # a ring, and the bytes of each of its messages
 
 
-def time_rings(rings: Sequence[RingMessage]) -> float:
-    """Return the seconds for all rings to complete one round with synchronized hops; shorter rings finish earlier."""
+def time_rings(rings: Sequence[RingMessage], *, in_turn: bool = False) -> float:
+    """Return the seconds for all rings to complete one round with synchronized hops; shorter rings finish earlier.
+
+    Args:
+        rings: each with the bytes of its messages.
+        in_turn: messages of rings that differ in length are sent one after the other, not at the same time; the costs
+            of an axis are then those of a hop of all rings.
+    """
     total, first = 0.0, 0
     for last in sorted({axis.size - 1 for axis, _ in rings}):
-        slowest = max(axis.hop_s + size / axis.rate for axis, size in rings if axis.size - 1 >= last)
-        total, first = total + (last - first) * slowest, last
+        times = [axis.hop_s + size / axis.rate for axis, size in rings if axis.size - 1 >= last]
+        total, first = total + (last - first) * (sum(times) / len(rings) if in_turn else max(times)), last
     return total
 
 
-def time_paths(paths: Sequence[Sequence[Axis]], size: float) -> float:
+def time_paths(paths: Sequence[Sequence[Axis]], size: float, *, in_turn: bool = False) -> float:
     """Return the seconds to sum `size` bytes, an equal part along each path.
 
     The data of a path is reduce-scattered along its axes in turn, then gathered in reverse. No two paths may use the
-    same link at the same time.
+    same link at the same time. Paths whose axes differ in size may send their messages `in_turn`.
     """
     parts = [size / len(paths)] * len(paths)
     scatter_s = 0.0
     for stage in zip(*paths, strict=True):
         parts = [part / axis.size for part, axis in zip(parts, stage, strict=True)]
-        scatter_s += time_rings(list(zip(stage, parts, strict=True)))
+        scatter_s += time_rings(list(zip(stage, parts, strict=True)), in_turn=in_turn)
     return 2 * scatter_s  # the gather takes as long
+
+
+def time_swing(axes: Mapping[str, Axis], lanes: int, size: float) -> float:
+    """Return the seconds to sum `size` bytes by exchanges of halves, an equal part on each lane.
+
+    Args:
+        axes: "row", "column" and "slice".
+        lanes: as `exchanges.make_paths` takes them.
+        size: bytes.
+    """
+    paths = make_paths(axes["column"].size, axes["row"].size, lanes)
+    stages = [_stretch_stage(stage, axes) for stage in zip(*paths, strict=True)]
+    return time_paths(list(zip(*stages, strict=True)), size)
+
+
+def _stretch_stage(stage: Sequence[Route], axes: Mapping[str, Axis]) -> list[Axis]:
+    """Return each lane's axis in one stage of Swing, with the costs of its distance and of the links that lanes share.
+
+    The axis of an exchange has as many chips as send to each other.
+    """
+    hops = {
+        along: [
+            hop for route in stage if isinstance(route, Exchange) and route.along == along for hop in route.list_hops()
+        ]
+        for along in axes
+    }
+    return [
+        replace(_stretch(axes[route.along], hops[route.along]), size=len(route.groups[0]))
+        if isinstance(route, Exchange)
+        else axes[route.along]
+        for route in stage
+    ]
+
+
+def _stretch(axis: Axis, hops: Sequence[tuple[int, int]]) -> Axis:
+    """Return an axis with the costs of hops that may be several links long and share links."""
+    links, load = measure_span(hops, axis.size) if axis.link_s else (1, 1)
+    are_pairs = all((end, start) in hops for start, end in hops)
+    rate = min(axis.rate, axis.pair_rate) if are_pairs else axis.rate
+    return replace(axis, hop_s=axis.hop_s + (links - 1) * axis.link_s, rate=rate / max(load, 1))
+
+
+def time_messages(axes: Mapping[str, Axis], size: float) -> float:
+    """Return the seconds to sum `size` bytes by exchanges of whole arrays along "row", "column" and "slice"."""
+    total = 0.0
+    for along, axis in axes.items():
+        for message in list_messages(along, axis.size):
+            hop = _stretch(axis, [(source, target) for target, source in enumerate(message.sources)])
+            total += hop.hop_s + message.copies * size / hop.rate
+    return total
 
 
 def time_ring(axes: Sequence[Axis], size: float) -> float:
@@ -84,7 +143,10 @@ def _join_axes(axes: Sequence[Axis]) -> Axis:
     """Return one ring through all chips of the axes, with the rate and latency of its slowest links."""
     used = [axis for axis in axes if axis.size > 1] or list(axes)
     return Axis(
-        math.prod(axis.size for axis in axes), min(axis.rate for axis in used), max(axis.hop_s for axis in used)
+        math.prod(axis.size for axis in axes),
+        min(axis.rate for axis in used),
+        max(axis.hop_s for axis in used),
+        max(axis.link_s for axis in used),
     )
 
 
@@ -102,7 +164,8 @@ def make_axes(pod: Pod, both_ways: bool = False) -> tuple[Axis, ...]:
     row = get_chip(pod.kind)
     if row.is_torus:
         return tuple(
-            Axis(size, row.link_rate / (2 if both_ways and size % row.closes else 1), row.hop_s) for size in pod.dims
+            Axis(size, row.link_rate / (2 if both_ways and size % row.closes else 1), row.hop_s, row.hop_s)
+            for size in pod.dims
         )
     within = Axis(pod.cols, row.link_rate, row.hop_s)
     return within, Axis(pod.rows, row.node_rate, row.node_hop_s)
@@ -136,6 +199,24 @@ class PodLinks:
         axes = (*axes, make_slice_axis(self.pod))
         seconds = time_paths([[_select_axis(route, axes) for route in path] for path in paths], size)
         return chip.start_s + self._predict_on_chip_s(size) + seconds
+
+    def time_swing(self, size: float) -> float:
+        """Return the seconds to sum `size` bytes over all devices by exchanges of halves."""
+        if self.pod.rows * self.pod.cols == 1:
+            return self._predict_on_chip_s(size)
+        seconds = time_swing(self._name_axes(), self.pod.cores, size)
+        return get_chip(self.pod.kind).start_s + self._predict_on_chip_s(size) + seconds
+
+    def time_messages(self, size: float) -> float:
+        """Return the seconds to sum `size` bytes over all devices by exchanges of whole arrays."""
+        if self.pod.rows * self.pod.cols == 1:
+            return self._predict_on_chip_s(size)
+        seconds = time_messages(self._name_axes(), size)
+        return get_chip(self.pod.kind).start_s + self._predict_on_chip_s(size) + seconds
+
+    def _name_axes(self) -> dict[str, Axis]:
+        axes = (*_fold_axes(make_axes(self.pod)), make_slice_axis(self.pod))
+        return dict(zip(("row", "column", "slice"), axes, strict=True))
 
     def time_compiler_sum(self, size: float) -> float:
         """Return the seconds of the compiler's own sum of `size` bytes over all devices."""

@@ -14,7 +14,7 @@ from podscale.config.options import Options
 from podscale.forecast import network
 from podscale.forecast.chips import Chip, find_chip
 from podscale.parallel.shared_matrices import Kind, assign_matrices, count_group_devices, count_temporary_elements
-from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.strategies import find_summation
 from podscale.pod import Pod
 
 Group = Literal["device", "row", "slice", "pod"]
@@ -40,7 +40,7 @@ def choose_group(options: Options, pod: Pod, kinds: Mapping[str, Kind], steps: i
     """
     if not kinds:
         return replace(options, orthogonalize="device")
-    if STRATEGIES[options.summation].norms is not None:
+    if find_summation(options.summation).norms is not None:
         return replace(options, orthogonalize="pod")
     if options.orthogonalize != "auto":
         return options
@@ -60,7 +60,7 @@ def predict_orthogonalization_s(options: Options, pod: Pod, kinds: Mapping[str, 
     row = find_chip(pod.kind)
     if not kinds or row is None:
         return 0.0
-    if STRATEGIES[options.summation].norms is None:
+    if find_summation(options.summation).norms is None:
         decided = choose_group(options, pod, kinds, steps).orthogonalize
         return _predict_group_s(pod, row, kinds, steps, "device" if decided == "auto" else decided)
     parts = assign_matrices(kinds, pod.size, parts=pod.size)
@@ -73,7 +73,7 @@ def count_update_bytes(options: Options, pod: Pod, kinds: Mapping[str, Kind]) ->
     """Return the bytes of what a device holds while it orthogonalizes its share, with `orthogonalize` decided."""
     if not kinds:
         return 0
-    is_partitioned = STRATEGIES[options.summation].norms is not None
+    is_partitioned = find_summation(options.summation).norms is not None
     devices = count_group_devices(pod, options.orthogonalize)
     return ELEMENT_BYTES * count_temporary_elements(kinds, devices, is_partitioned=is_partitioned)
 

@@ -11,8 +11,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,18 @@ from podscale.config.json_types import JsonObject
 from podscale.forecast import network
 from podscale.forecast.network import Axis
 from podscale.parallel.collectives import lay_rings
+from podscale.parallel.exchanges import Exchange
 from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, VISIT_ALL_CHIPS, Path, Route
-from podscale.pod import ALL_AXES, CORE, Pod
+from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, Pod
 
 SMALL_BYTES, LARGE_BYTES = 64, 256 << 10  # bytes of the messages
 Arrays: TypeAlias = PyTree  # an array, or one for each ring
-SUM_BYTES = 1 << 20  # of the compiler's sum, which may use another algorithm for small sums than for large ones
+SUM_BYTES = (64, 1 << 10, 4 << 10, 64 << 10, 1 << 20)  # of the compiler's sum, which is no straight line
+LAST_SUM_BYTES, MAX_LAST_S = 16 << 20, 0.25  # the last of these, if the previous one took less than that
 ON_CHIP_BYTES = 4 << 20  # between the cores of a chip, where latency dominates smaller messages
+LINE_BYTES = 64 << 10  # of the compiler's sum over a row
+FAR_LINKS, MIN_FAR_CHIPS = 3, 6  # a message over several links, and the rings on which there are such messages
+SUM_REPEATS = 3
 SMALL_HOPS, LARGE_HOPS = 8, 2  # in sequence, so that different start times of the processes matter less
 REPEATS = 5
 
@@ -50,6 +56,19 @@ class LinearCost:
 
 
 @dataclass(frozen=True)
+class SampledCost:
+    """A cost in seconds that was measured at some sizes, linear between them and proportional to larger ones."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def predict_s(self, size: float) -> float:
+        if size <= self.sizes[-1]:
+            return float(np.interp(size, self.sizes, self.seconds))
+        return self.seconds[-1] * size / self.sizes[-1]
+
+
+@dataclass(frozen=True)
 class Probe:
     """Measured costs of the message patterns on a pod of rows x columns; bytes are those of one path's message."""
 
@@ -61,8 +80,13 @@ class Probe:
     ring2: LinearCost  # one in each direction along that ring
     four: LinearCost  # one along the row and one along the column, in each direction
     cores: LinearCost  # the sum over the cores of a chip
-    xla: LinearCost  # the compiler's sum over the pod
+    xla: LinearCost | SampledCost  # the compiler's sum over the pod
     slices: int = 1  # messages between which cost what all links at once cost
+    per_chip: int = 1  # cores of a chip
+    link_s: float = 0.0  # what each further link adds to a message over several
+    row_pairs: LinearCost | None = None  # two neighbours of a row send to each other
+    column_pairs: LinearCost | None = None
+    line: LinearCost | None = None  # the compiler's sum over a row, or over a column if rows have one chip
 
     def time_paths(self, paths: Sequence[Path], size: float) -> float:
         """Return the seconds to sum `size` bytes over all devices, an equal part along each path."""
@@ -71,7 +95,46 @@ class Probe:
         stages = [
             [self._make_axis(route, self._find_cost(stage)) for route in stage] for stage in zip(*paths, strict=True)
         ]
-        return self.cores.predict_s(size) + network.time_paths(list(zip(*stages, strict=True)), size)
+        axes = list(zip(*stages, strict=True))
+        in_turn = len({tuple(axis.size for axis in path) for path in axes}) > 1
+        waits_s = self._count_waits(paths) * self.cores.hop_s / 2  # that of a sum, which is half of scatter and gather
+        return self.cores.predict_s(size) + waits_s + network.time_paths(axes, size, in_turn=in_turn)
+
+    def _count_waits(self, paths: Sequence[Path]) -> int:
+        """Return how often the cores of a chip wait for each other: between stages, if they take different paths."""
+        stages = [route for route in paths[0] if self.slices > 1 or route.along != "slice"]
+        return 2 * len(stages) - 1 if self.per_chip > 1 and len(paths) > 1 and len(stages) > 1 else 0
+
+    def time_swing(self, size: float) -> float:
+        """Return the seconds to sum `size` bytes over all devices by exchanges of halves."""
+        if self.rows * self.cols == 1:
+            return self.cores.predict_s(size)
+        return self.cores.predict_s(size) + network.time_swing(self._name_axes(), self.per_chip, size)
+
+    def time_messages(self, size: float) -> float:
+        """Return the seconds to sum `size` bytes over all devices by exchanges of whole arrays."""
+        if self.rows * self.cols == 1:
+            return self.cores.predict_s(size)
+        return self.cores.predict_s(size) + network.time_messages(self._name_axes(), size)
+
+    def _name_axes(self) -> dict[str, Axis]:
+        sizes = {"row": self.cols, "column": self.rows // self.slices, "slice": self.slices}
+        costs = {"row": (self.row, self.row_pairs), "column": (self.column, self.column_pairs)}
+        costs["slice"] = self.four, None
+        link_s = max(self.link_s, 1e-9)  # links are shared even where a further one costs no time
+        return {
+            name: Axis(sizes[name], cost.rate, cost.hop_s, link_s, pairs.rate if pairs else math.inf)
+            for name, (cost, pairs) in costs.items()
+        }
+
+    def compare_line(self, size: float) -> float:
+        """Return the seconds to sum `size` bytes over a row by exchanges of whole arrays, as a share of the compiler's.
+
+        If rows have one chip, over a column.
+        """
+        axes = self._name_axes()
+        name = "row" if self.cols > 1 else "column"
+        return network.time_messages({name: axes[name]}, size) / self.line.predict_s(size) if self.line else 1.0
 
     def time_compiler_sum(self, size: float) -> float:
         """Return the seconds of the compiler's own sum of `size` bytes over all devices."""
@@ -94,6 +157,19 @@ class Probe:
     def to_dict(self) -> JsonObject:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: JsonObject) -> "Probe":
+        """Return the probe that `to_dict` wrote, also after JSON, which has no infinity; other keys are left out."""
+        fields = {field.name: values[field.name] for field in dataclass_fields(cls) if field.name in values}
+        costs: dict[str, Any] = {name: _read_cost(value) for name, value in fields.items() if isinstance(value, dict)}
+        return cls(**fields | costs)
+
+
+def _read_cost(value: JsonObject) -> LinearCost | SampledCost:
+    if "sizes" in value:
+        return SampledCost(tuple(value["sizes"]), tuple(value["seconds"]))
+    return LinearCost(value["hop_s"], value["rate"] or math.inf)
+
 
 # The routes that carry messages at the same time in each measured pattern.
 PATTERNS: Mapping[str, Path] = MappingProxyType(
@@ -112,8 +188,47 @@ def measure_links(pod: Pod) -> Probe:
     mesh, free = pod.mesh(), LinearCost(0.0, math.inf)
     costs = {name: _fit_cost(mesh, _make_hops(pod.cores, routes)) for name, routes in PATTERNS.items()}
     costs["cores"] = _fit_cost(mesh, _repeat(_sum_over_cores), ON_CHIP_BYTES) if pod.cores > 1 else free
-    costs["xla"] = _fit_cost(mesh, _repeat(lambda x: lax.psum(x, ALL_AXES)), SUM_BYTES)
-    return Probe(pod.rows, pod.cols, **costs, slices=pod.slices)
+    lengths: dict[Literal["row", "column"], int] = {"row": pod.cols, "column": pod.slice_rows}
+    for along, count in lengths.items():
+        if count % 2 == 0:  # neighbours in pairs, as in the first step of Swing
+            pairs = Exchange(along, groups=tuple((chip, chip + 1) for chip in range(0, count, 2)))
+            costs[f"{along}_pairs"] = _fit_cost(mesh, _make_hops(pod.cores, [pairs]))
+    line = ROW if pod.cols > 1 else COLUMN
+    costs["line"] = _fit_cost(mesh, _repeat(lambda x: lax.psum(x, line)), LINE_BYTES)
+    link_s = _measure_link_s(pod, mesh, costs)
+    return Probe(
+        pod.rows, pod.cols, **costs, xla=_sample_sums(mesh), slices=pod.slices, per_chip=pod.cores, link_s=link_s
+    )
+
+
+def _sample_sums(mesh: Mesh) -> SampledCost:
+    """Time the compiler's sum over the pod at several sizes."""
+    repeat = _repeat(lambda x: lax.psum(x, ALL_AXES))
+
+    def time_sum(size: int) -> float:
+        times = SMALL_HOPS if size <= SMALL_BYTES else LARGE_HOPS
+        return time_on_mesh(mesh, lambda x: repeat(x, times), size, SUM_REPEATS)[0] / times
+
+    seconds = {size: time_sum(size) for size in SUM_BYTES}
+    if seconds[SUM_BYTES[-1]] < MAX_LAST_S:  # latency may still be a part of it
+        seconds[LAST_SUM_BYTES] = time_sum(LAST_SUM_BYTES)
+    return SampledCost(tuple(seconds), tuple(seconds.values()))
+
+
+def _measure_link_s(pod: Pod, mesh: Mesh, costs: Mapping[str, LinearCost]) -> float:
+    """Return what each further link adds to a message that crosses several; 0 where rows and columns are short."""
+    count, axes, near = max((pod.cols, ROW, "row"), (pod.slice_rows, COLUMN, "column"), key=lambda item: item[0])
+    if count < MIN_FAR_CHIPS:
+        return 0.0
+    ahead = [(chip, (chip + FAR_LINKS) % count) for chip in range(count)]
+
+    def send(x: jax.Array) -> jax.Array:
+        for _ in range(SMALL_HOPS):
+            x = lax.ppermute(x, axes, ahead)
+        return x
+
+    far_s = time_on_mesh(mesh, send, SMALL_BYTES)[0] / SMALL_HOPS
+    return max(far_s - costs[near].hop_s, 0.0) / (FAR_LINKS - 1)
 
 
 def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], Arrays]:

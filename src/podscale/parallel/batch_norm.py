@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from podscale.errors import UserError
+from podscale.parallel.swing import sum_over_chips
+from podscale.pod import CORE, TILE, Pod
 
 SCOPE = "batch_norm"  # a profile of the compiled step finds batch norm by this name
 
@@ -34,11 +36,24 @@ class Groups:
         images: images of each group that are on this device; 0: all of this device's images.
         axes: mesh axes along which the other images of a group are; empty: groups lie on one device.
         inner: those of `axes` that are summed over first, where that makes the message to the others cheaper.
+        exchanges: whether chips exchange whole sums (`swing.py`) instead of leaving the sum to the compiler.
     """
 
     images: int = 0
     axes: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
+    exchanges: bool = False
+
+
+def make_tiled_groups(pod: Pod, images: int, *, exchanges: bool = False) -> Groups:
+    """Return batch-norm groups that span tiles, with `images` of each group on every device.
+
+    One sum over the whole tile is one latency, and the better choice on TPUs
+    (`tests/integration/test_tpu_program.py`). Between CPUs it is a ring over all devices of all processes, so the
+    devices of each process are summed first; with `exchanges`, chips then send whole sums to each other.
+    """
+    inner = (CORE,) if pod.kind == "cpu" and pod.hosts > 1 and pod.cores > 1 else ()
+    return Groups(images, TILE, inner, exchanges)
 
 
 # --- the layer -----------------------------------------------------------------------------------------------------
@@ -254,6 +269,8 @@ def _apply_affine(
 def sum_over_tile(sums: Float[Array, "*sums"], groups: Groups) -> Float[Array, "*sums"]:
     """Sum over all devices that hold images of a group."""
     outer = tuple(axis for axis in groups.axes if axis not in groups.inner)
+    if groups.exchanges:
+        return sum_over_chips(lax.psum(sums, CORE) if CORE in groups.axes else sums)
     for axes in (groups.inner, outer):
         sums = lax.psum(sums, axes) if axes else sums
     return sums

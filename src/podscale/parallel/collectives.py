@@ -153,13 +153,16 @@ def _hop_together(rings: Sequence[Ring], step: Callable[[int, Any, Any], Any], c
 # --- all-reduce ----------------------------------------------------------------------------------------------------
 
 
-def all_reduce(paths: Sequence[Path], x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
+def all_reduce(
+    paths: Sequence[Path], x: Num[Array, " n"], wire: DTypeLike, *, synchronizes: bool = True
+) -> Num[Array, " n"]:
     """Sum `x` over all devices, with an even part of it along each path.
 
     Args:
         paths: for each path, the routes of its stages in the order of the reduce-scatters.
         x: a flat array of any size.
         wire: the dtype that travels between chips; partial sums are added in the dtype of x.
+        synchronizes: whether the cores of a chip wait for each other between stages, where they take different paths.
 
     Returns:
         the sum in the dtype of x, rounded to `wire` if it traveled; the same bits on every device.
@@ -168,14 +171,14 @@ def all_reduce(paths: Sequence[Path], x: Num[Array, " n"], wire: DTypeLike) -> N
     if chips == 1:
         return lax.psum(x, CORE)
     ring_paths = lay_rings(paths, cores)
-    whole = jnp.pad(x, (0, _compute_padding(x.size, len(ring_paths) * chips * cores)))
+    whole = jnp.pad(x, (0, compute_padding(x.size, len(ring_paths) * chips * cores)))
     part = lax.psum_scatter(whole, CORE, tiled=True) if cores > 1 else whole
     parts = list(jnp.split(part, len(ring_paths)))
     stages = list(zip(*ring_paths, strict=True))
-    synchronize = _synchronize_cores if cores > 1 and len(paths) > 1 else list
+    synchronize = _synchronize_cores if synchronizes and cores > 1 and len(paths) > 1 else list
     for number, rings in enumerate(stages):
         parts = reduce_scatter(rings, synchronize(parts) if number else parts, wire)
-    parts = [_round_to(part, wire) for part in parts]
+    parts = [round_to(part, wire) for part in parts]
     for rings in reversed(stages):
         parts = all_gather(rings, synchronize(parts) if len(stages) > 1 else parts, wire)
     part = jnp.concatenate(parts)
@@ -196,7 +199,7 @@ def _synchronize_cores(parts: Sequence[jax.Array]) -> list[jax.Array]:
     return [lax.bitcast_convert_type(b + zero.astype(b.dtype), part.dtype) for b, part in zip(bits, parts, strict=True)]
 
 
-def _round_to(x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
+def round_to(x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
     """Round `x` to the values it will have on arrival.
 
     Not a cast there and back: the compiler may take such a pair for the identity.
@@ -207,7 +210,7 @@ def _round_to(x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
-def _compute_padding(size: int, chunks: int) -> int:
+def compute_padding(size: int, chunks: int) -> int:
     """Return how many elements to add so that `chunks` divides the size.
 
     Chunks are whole 8x128 tiles of a TPU where that adds little.
@@ -230,7 +233,7 @@ def scatter_sum(x: Num[Array, "devices n"], payload: str = "float32") -> Num[Arr
     Returns:
         row i on the i-th device by core, column, row and slice, in this order; padding may make it longer than n.
     """
-    x = jnp.pad(x, ((0, 0), (0, _compute_padding(x.size, x.shape[0]) // x.shape[0])))
+    x = jnp.pad(x, ((0, 0), (0, compute_padding(x.size, x.shape[0]) // x.shape[0])))
     wire = jnp.bfloat16 if payload == "bfloat16" else x.dtype
     part = lax.psum_scatter(x.ravel(), CORE, tiled=True) if lax.axis_size(CORE) > 1 else x.ravel()
     for ring in _make_torus_rings():
@@ -241,7 +244,7 @@ def scatter_sum(x: Num[Array, "devices n"], payload: str = "float32") -> Num[Arr
 def gather_parts(part: Num[Array, " n"]) -> Num[Array, "devices n"]:
     """Return the parts of all devices as [devices, n], by core, column, row and slice."""
     devices, size = lax.axis_size(ALL_AXES), part.size
-    whole = jnp.pad(part, (0, _compute_padding(size * devices, devices) // devices))
+    whole = jnp.pad(part, (0, compute_padding(size * devices, devices) // devices))
     for ring in reversed(_make_torus_rings()):
         (whole,) = all_gather([ring], [whole], whole.dtype)
     if lax.axis_size(CORE) > 1:

@@ -80,6 +80,12 @@ class Links(Protocol):
     def time_paths(self, paths: Sequence[Path], size: float) -> float:
         """Return the seconds to sum `size` bytes, an equal part along each path."""
 
+    def time_swing(self, size: float) -> float:
+        """Return the seconds to sum `size` bytes by Swing's exchanges of halves (`swing.py`)."""
+
+    def time_messages(self, size: float) -> float:
+        """Return the seconds to sum `size` bytes by Swing's exchanges of whole arrays."""
+
     def time_compiler_sum(self, size: float) -> float:
         """Return the seconds of the compiler's own sum of `size` bytes."""
 
@@ -185,10 +191,11 @@ class Replicated:
         return whole
 
     def predict_s(self, links: Links, load: Load) -> float:
-        moments_s = self._time_sum(links, load.moments) if load.moments else 0.0
-        return load.buckets * self._time_sum(links, load.gradients / load.buckets) + moments_s
+        moments_s = self.time_sum(links, load.moments) if load.moments else 0.0
+        return load.buckets * self.time_sum(links, load.gradients / load.buckets) + moments_s
 
-    def _time_sum(self, links: Links, size: float) -> float:
+    def time_sum(self, links: Links, size: float) -> float:
+        """Return the seconds to sum one flat array of `size` bytes."""
         return links.time_paths(self.paths, size) if self.paths else links.time_compiler_sum(size)
 
     def count_hops(self, rows: int, cols: int, slices: int = 1) -> int:

@@ -87,7 +87,7 @@ def _collect_data(lines: list[Line], trained: list[Line], evaluated: list[Line],
             "rows": pod["rows"] // pod.get("slices", 1),
             "cols": pod["cols"],
             "tile": plan["tile"],
-            "summation": plan["summation"],
+            "summation": pod_section.get_main_summation(plan),
         },
     }
 

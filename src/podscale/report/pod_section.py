@@ -1,8 +1,10 @@
 """Describe the pod: its shape, and what happens in each phase when gradients are summed on it."""
 
+import re
 from types import MappingProxyType
 
 from podscale.config.json_types import JsonObject
+from podscale.parallel.exchanges import make_paths
 from podscale.parallel.routes import PATHS, count_hops
 
 MAX_DRAWN = 8  # rows and columns of chips; the page's script draws only an excerpt of larger pods
@@ -85,10 +87,25 @@ PHASES = MappingProxyType({
          "number of hops grows with the number of chips."),
     ),
 })  # fmt: skip
+SWING = (
+    "Every chip exchanges half of what it holds with a near chip, again and again in turn with rows and columns, until "
+    "it owns 1/{N:,} of the sum, and gets the other parts back the same way. The number of exchanges grows "
+    "with the logarithm of the number of chips."
+)
+SWING_LATENCY = (
+    "Every chip exchanges all that it has with a near chip, along rows and then along columns, and adds what comes; "
+    "fast for small sums, as no other way takes fewer messages."
+)
 XLA = (
     "Every chip asks for the sum of all gradients and the compiler chooses the way; fast, as it knows the links: "
     "on a TPU it takes the two-dimensional way, too."
 )
+
+
+def get_main_summation(plan: Line) -> str:
+    """Return the strategy of the largest sums, where the plan has several by size."""
+    text: str = plan["summation"]
+    return text.rpartition(",")[2] if re.fullmatch(r"(\w+:\d+,)+\w+", text) else text
 
 
 def list_phases(plan: Line) -> list[tuple[str, str, str]]:
@@ -96,7 +113,9 @@ def list_phases(plan: Line) -> list[tuple[str, str, str]]:
     slices, R, C = _get_shape(plan)
     if slices * R * C == 1:
         return [("none", "One chip", "Its own gradient is the sum already; nothing travels.")]
-    phases = PHASES.get(plan["summation"], (("once", "One step", XLA),))
+    name = get_main_summation(plan)
+    in_one = {"swing": ("Exchanges of halves", SWING), "swing_latency": ("Exchanges", SWING_LATENCY)}
+    phases = PHASES.get(name, (("once", *in_one.get(name, ("One step", XLA))),))
     idle = ("rows-sum", "rows-share") if C == 1 else ("columns",) if R == 1 else ()
     return [(key, name, text.format(C=C, N=R * C)) for key, name, text in phases if key not in idle]
 
@@ -104,7 +123,9 @@ def list_phases(plan: Line) -> list[tuple[str, str, str]]:
 def describe_hops(plan: Line) -> str:
     """Return the number of hops on the whole pod, even if only an excerpt is drawn."""
     slices, R, C = _get_shape(plan)
-    ring, count = (count_hops(PATHS.get(name, ()), R, C, slices) for name in ("ring", plan["summation"]))
+    name = get_main_summation(plan)
+    paths = make_paths(R, C) if name == "swing" else PATHS.get(name, ())
+    ring, count = (count_hops(each, R, C, slices) for each in (PATHS["ring"], paths))
     if not count:
         return ""
     text = f"On this {R} x {C} pod that takes {count:,} hops from chip to chip"

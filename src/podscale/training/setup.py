@@ -32,7 +32,7 @@ from podscale.optim import optimizers, schedules
 from podscale.optim.muon import Sharing
 from podscale.optim.muon_matrices import name_parameter
 from podscale.parallel.shared_matrices import GROUP_AXES
-from podscale.parallel.strategies import STRATEGIES
+from podscale.parallel.strategies import find_summation
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
@@ -151,7 +151,7 @@ def _make_optimizer(
     recipe: Recipe, net: FunctionalModel, schedule: optax.Schedule, options: Options
 ) -> optax.GradientTransformation:
     """Return the optimizer of what the summation lets each device update; devices may share work on matrices."""
-    summation = STRATEGIES[options.summation]
+    summation = find_summation(options.summation)
     shapes = {name_parameter(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(net.get_param_shapes())}
     shared_map = summation.share_matrices(GROUP_AXES[options.orthogonalize])
     sharing = Sharing(shapes, shared_map) if shared_map else None

@@ -5,7 +5,7 @@ from typing import Any
 
 TEN_STEPS = {"model.width": 8, "train.epochs": 0.84, "train.eval_epochs": 1}  # of 128 of 1,437 images
 THREE_EPOCHS = {"model.width": 8, "train.epochs": 3, "train.eval_epochs": 1}
-STRATEGIES = ("xla", "ring", "ring2", "torus", "torus4", "sharded")
+STRATEGIES = ("xla", "ring", "ring2", "torus", "torus4", "swing", "swing_latency", "sharded")
 # The largest difference that rounding may make: of losses, relatively, and of arrays, relative to their largest value.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
