@@ -220,6 +220,7 @@ REFUSED = [
     ("optimizer.name", 3, ["optimizer.name cannot be 3"]),
     ("optimizer.name", ["lars"], ["optimizer.name cannot be ['lars']"]),
     ("batch.size", 0, ["batch.size must be at least 1, not 0"]),
+    ("data.image_size", 1_000_000, ["data.image_size must be at most 2**14, not 1000000"]),
     ("batch.span", -4, ["batch.span must be at least 1, not -4"]),
     ("data.lanes", 0, ["data.lanes must be at least 1"]),
     ("train.epochs", 0, ["train.epochs must be above 0"]),

@@ -56,6 +56,11 @@ def test_other_paths_and_other_hosts_get_nothing(run):
             error.value.close()
 
 
+def test_a_port_that_cannot_exist_is_one_sentence(run):
+    with pytest.raises(UserError, match="--port must be from 0 to 65535, not 99999"), watch.serve_report(run, 99999):
+        pass
+
+
 def test_a_port_in_use_is_one_sentence(run):
     with watch.serve_report(run) as address:
         port = int(address.rstrip("/").rpartition(":")[2])

@@ -63,6 +63,7 @@ def check_ranges(recipe: object) -> None:
     require(["train.seed"], lambda v: v < 2**32, "below 2**32")
     require(["data.max_image_mib"], lambda v: v <= 2**20, "at most 2**20")
     require(["batch.size"], lambda v: v <= 2**24, "at most 2**24")
+    require(["data.image_size", "data.train_sizes", "model.width"], lambda v: v <= 2**14, "at most 2**14")
     require(["augment.max_aspect"], lambda v: 1 <= v < float("inf"), "at least 1")
     require(["model.dropout", "model.drop_path"], lambda v: v < 1, "below 1")
     require(["train.class_weights"], lambda v: 0 <= v < float("inf"), "0 or more")

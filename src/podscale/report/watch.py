@@ -85,6 +85,8 @@ def serve_report(run: Run, port: int = 0) -> Iterator[str]:
 
     try:
         server = http.server.ThreadingHTTPServer((LOOPBACK, port), Handler)
+    except OverflowError:
+        raise UserError(f"--port must be from 0 to 65535, not {port}") from None
     except OSError as error:
         raise UserError(f"cannot serve on port {port}: {error.strerror}; choose another with --port") from None
     thread = threading.Thread(target=server.serve_forever, name="podscale-watch", daemon=True)
