@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 RECIPE = "digits --model.width 8 --model.precision float64 --train.eval_epochs 2".split()
 STEPS_PER_EPOCH = 1437 / 128
 MAX_DELAY_S = 6.0  # after training again, in which the next kill comes
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0  # in which a step must be done, also on a busy machine
 
 
 class Usage(NamedTuple):
@@ -149,10 +149,12 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
     run = ElasticRun(folder, arguments.processes, arguments.steps)
-    seconds, idle, usages = disturb(run, arguments.kills, arguments.seed)
-    if run.process.poll() is None:
-        run.process.send_signal(signal.SIGTERM)
-    code = run.process.wait()
+    try:
+        seconds, idle, usages = disturb(run, arguments.kills, arguments.seed)
+    finally:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+        code = run.process.wait()
     formed = [event for event in run.read() if event["event"] == "generation"][1:]
     repeated = [event["step"] - event["snapshot"] for event in formed if event["snapshot"] >= 0]
     results: dict[str, Any] = {

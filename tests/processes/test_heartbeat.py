@@ -139,4 +139,4 @@ def test_a_stopped_process_is_named_by_all_others_before_the_runtime_aborts_them
     ],
 )
 def test_errors_of_collectives_differ_from_other_errors(error, expected):
-    assert heartbeat._is_collective_failure(error) is expected
+    assert heartbeat.is_collective_failure(error) is expected

@@ -65,11 +65,11 @@ def test_the_cause_of_several_exits_is_a_signal_before_an_exit_code():
 def test_gpus_are_divided_among_the_processes(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert launch._assign_gpus(["train"], 2) == ["4,5", "6,7"]
-    assert launch._assign_gpus(["train"], 1) == [None]
-    assert launch._assign_gpus(["train", "--pod.virtual", "2x4"], 8) == [None] * 8
+    assert launch.assign_gpus(["train"], 2) == ["4,5", "6,7"]
+    assert launch.assign_gpus(["train"], 1) == [None]
+    assert launch.assign_gpus(["train", "--pod.virtual", "2x4"], 8) == [None] * 8
     with pytest.raises(UserError, match="8 processes cannot share 4 GPUs: start 4, or simulate"):
-        launch._assign_gpus(["train"], 8)
+        launch.assign_gpus(["train"], 8)
 
 
 def list_listening_addresses(pid):
