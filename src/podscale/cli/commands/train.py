@@ -3,7 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from podscale.cli.arguments import is_main_process, join_processes, make_log_console, read_options, read_recipe
+from podscale.cli.arguments import (
+    is_elastic,
+    is_main_process,
+    join_processes,
+    make_log_console,
+    read_options,
+    read_recipe,
+)
 from podscale.cli.result import Result
 from podscale.config.stop_condition import StopCondition
 
@@ -25,6 +32,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
 
     problem = enable_program_cache()
     find_pod, options = join_processes(arguments), read_options(arguments)
+    pod = find_pod if is_elastic() else find_pod()  # the pod of an elastic run changes, and nothing may hold an old one
     console = make_log_console(arguments)  # after the processes have joined: only the main process prints
     if problem:
         console.print(f"warning: {problem}", style="bold red", markup=False, highlight=False)
@@ -32,7 +40,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
     try:
         summary = loop.train(
             recipe,
-            pod=find_pod,
+            pod=pod,
             options=options,
             folder=arguments.run,
             until=until,
