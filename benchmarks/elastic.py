@@ -156,7 +156,7 @@ def main() -> None:
             run.process.send_signal(signal.SIGTERM)
         code = run.process.wait()
     formed = [event for event in run.read() if event["event"] == "generation"][1:]
-    repeated = [event["step"] - event["snapshot"] for event in formed if event["snapshot"] >= 0]
+    repeated = [max(0, event["step"] - event["snapshot"]) for event in formed if event["snapshot"] >= 0]
     results: dict[str, Any] = {
         "kills of processes that trained": len(seconds),
         "kills of others": idle,
