@@ -76,10 +76,8 @@ def inject_every(proxy, number, **fault):
     return proxy.inject(Fault(times=-1, matches=lambda *_: next(counter) % number == number // 2, **fault))
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS)], ids=lambda name: name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all", *FAULTS])
 def test_a_training_from_and_to_a_failing_bucket_has_the_bits_of_one_on_disk(proxy, bucket, on_disk, monkeypatch, name):
     faults = FAULTS if name == "all" else {name: FAULTS[name]}
     injected = [inject_every(proxy, 23 if name == "all" else 5, **fault) for fault in faults.values()]

@@ -6,6 +6,7 @@ with FaultyProxy(address) as proxy:
     assert proxy.count("GET") == 3
 """
 
+import http
 import http.client
 import re
 import socket
@@ -25,8 +26,8 @@ class Fault:
     """What happens to requests that match, `times` times (-1: always).
 
     status: the answer has this status and the body of S3's errors, with a `code`. reset: the connection is reset in the
-    middle of the body. truncate: it is closed there. short, long: the body is whole but shorter or longer than asked
-    for, and says so. slow: the first byte comes after `seconds`. lost answer: the request is carried out, and the
+    middle of the body. truncate: it is closed there. short, long: the body of a range or listing is whole but shorter
+    or longer than asked for, and says so. slow: the first byte comes after `seconds`. lost answer: the request is carried out, and the
     connection closed. away: the connection is closed at once. lag: a listing has no objects and no folders yet.
     """
 
@@ -124,9 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("reset", "truncate"):
             self._answer(status, headers, content[: len(content) // 2], length=len(content))
             return self._drop(reset=kind == "reset")
-        if kind == "short":
+        has_known_length = status == http.HTTPStatus.PARTIAL_CONTENT or "list-type=" in self.path
+        if kind == "short" and has_known_length:
             content = content[: len(content) // 2]
-        if kind == "long":
+        if kind == "long" and has_known_length:
             content += bytes(100)
         if kind == "lag" and "list-type=" in self.path:
             content = re.sub(rb"<(Contents|CommonPrefixes)>.*?</\1>", b"", content, flags=re.DOTALL)
