@@ -25,10 +25,11 @@ KINDS = ("status", "reset", "truncate", "short", "long", "slow", "lost answer", 
 class Fault:
     """What happens to requests that match, `times` times (-1: always).
 
-    status: the answer has this status and the body of S3's errors, with a `code`. reset: the connection is reset in the
-    middle of the body. truncate: it is closed there. short, long: the body of a range or listing is whole but shorter
-    or longer than asked for, and says so. slow: the first byte comes after `seconds`. lost answer: the
-    request is carried out, and the connection closed. away: the connection is closed at once. lag: a listing has no objects and no folders yet.
+    status: the answer has this status and the body of S3's errors, with a `code`. reset: the connection is reset in
+    the middle of the body. truncate: it is closed there. short, long: the body of a range or listing is whole but
+    shorter or longer than asked for, and says so. slow: the first byte comes after `seconds`. lost answer: the
+    request is carried out, and the connection closed. away: the connection is closed at once. lag: a listing has no
+    objects and no folders yet.
     """
 
     kind: str
