@@ -57,11 +57,12 @@ def main() -> None:
     cache = ROOT / "build" / "packaging"
     tools = install_tools(cache / "tools")
     roots = {name: fetch_packages(cache / name, TARGETS[name]) for name in arguments.architectures}
-    digests = build_all(arguments.out, tools, roots)
+    commit = read_commit()  # once: a commit that is made meanwhile belongs to no build
+    digests = build_all(commit, arguments.out, tools, roots)
     print("\n".join(f"{digest}  {name}" for name, digest in digests.items()))
     if arguments.twice:
         with tempfile.TemporaryDirectory(prefix="podscale-again-") as folder:
-            again = build_all(Path(folder) / "dist", tools, roots)
+            again = build_all(commit, Path(folder) / "dist", tools, roots)
         if again != digests:
             sys.exit(f"the second build differs: {[name for name in digests if again.get(name) != digests[name]]}")
         print("the second build has the same bytes")
@@ -120,48 +121,59 @@ def fetch_packages(folder: Path, target: Target) -> Path:
 # --- building --------------------------------------------------------------------------------------------------------
 
 
-def build_all(out: Path, tools: Path, roots: dict[str, Path]) -> dict[str, str]:
-    """Build everything that is committed; return the SHA-256 of each file by its name."""
+class Commit(NamedTuple):
+    """What is built, and its time in seconds since 1970."""
+
+    name: str
+    epoch: str
+
+
+def read_commit() -> Commit:
+    """Return the commit that is checked out."""
+    return Commit(*run("git", "log", "-1", "--format=%H %ct", cwd=ROOT).split())
+
+
+def build_all(commit: Commit, out: Path, tools: Path, roots: dict[str, Path]) -> dict[str, str]:
+    """Build a commit; return the SHA-256 of each file by its name."""
     out.mkdir(parents=True, exist_ok=True)
     os.umask(0o022)
-    epoch = run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip()
     with tempfile.TemporaryDirectory(prefix="podscale-build-") as name:
         folder = Path(name)
-        files = [build_source(folder / "sdist", tools, epoch)]
-        files += [build_wheel(folder / name, tools, root, name, epoch) for name, root in roots.items()]
+        files = [build_source(commit, folder / "sdist", tools)]
+        files += [build_wheel(commit, folder / name, tools, root, name) for name, root in roots.items()]
         for file in files:
             shutil.copy(file, out)
     return {file.name: hashlib.sha256((out / file.name).read_bytes()).hexdigest() for file in files}
 
 
-def export_source(folder: Path) -> Path:
+def export_source(commit: Commit, folder: Path) -> Path:
     """Return a folder with what is committed."""
     folder.mkdir(parents=True)
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    archive = subprocess.run(["git", "archive", commit.name], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as file:
         file.extractall(folder, filter="data")
     return folder
 
 
-def build_source(folder: Path, tools: Path, epoch: str) -> Path:
+def build_source(commit: Commit, folder: Path, tools: Path) -> Path:
     """Return the source archive, packed again with the commit's time and no owner."""
-    source = export_source(folder / "source")
+    source, epoch = export_source(commit, folder / "source"), int(commit.epoch)
     program = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
     name = run(tools / "python", "-c", program, cwd=source).splitlines()[-1]
     packed = io.BytesIO()
     with tarfile.open(source / name) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old, key=lambda member: member.name):
-            member.mtime, member.uid, member.gid, member.uname, member.gname = int(epoch), 0, 0, "", ""
+            member.mtime, member.uid, member.gid, member.uname, member.gname = epoch, 0, 0, "", ""
             member.pax_headers = {}
             new.addfile(member, old.extractfile(member) if member.isfile() else None)
     path = folder / name
-    path.write_bytes(gzip.compress(packed.getvalue(), mtime=int(epoch)))
+    path.write_bytes(gzip.compress(packed.getvalue(), mtime=epoch))
     return path
 
 
-def build_wheel(folder: Path, tools: Path, root: Path, architecture: str, epoch: str) -> Path:
+def build_wheel(commit: Commit, folder: Path, tools: Path, root: Path, architecture: str) -> Path:
     """Return the wheel of an architecture, checked by auditwheel."""
-    target, source = TARGETS[architecture], export_source(folder / "source")
+    target, source = TARGETS[architecture], export_source(commit, folder / "source")
     triple, raw, final = f"{architecture}-linux-gnu", folder / "raw", folder / "final"
     libraries = folder / "libraries"
     libraries.mkdir()
@@ -175,7 +187,7 @@ def build_wheel(folder: Path, tools: Path, root: Path, architecture: str, epoch:
     compiler = f"{tools / 'python'} -m ziglang cc -target {triple}.{GLIBC}"
     links = [f"-L{libraries}", "-s", *map(str, sorted((root / "usr/lib/gcc" / triple).glob("*/libgcc.a")))]
     environment = os.environ | {
-        "SOURCE_DATE_EPOCH": epoch,
+        "SOURCE_DATE_EPOCH": commit.epoch,
         "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"),  # nothing of an earlier build
         "ZIG_LOCAL_CACHE_DIR": str(folder / "zig"),
         "CC": compiler,
