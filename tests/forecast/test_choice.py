@@ -192,16 +192,6 @@ def test_paths_whose_messages_are_sent_in_turn_cost_less_once_the_shorter_ring_h
     assert STRATEGIES["torus4"].predict_s(square, Load(1.0)) == pytest.approx(4 * 3 * 8e-3)
 
 
-def test_cores_that_wait_for_each_other_cost_a_sum_on_the_chip_each_time():
-    waits = dataclasses.replace(make_links(cores=LinearCost(4e-3, math.inf)), per_chip=4)
-    alone = dataclasses.replace(waits, cores=LinearCost(0.0, math.inf))
-    extra = {
-        name: STRATEGIES[name].predict_s(waits, Load(1.0)) - STRATEGIES[name].predict_s(alone, Load(1.0))
-        for name in ("torus", "ring2", "torus4")
-    }
-    assert extra == pytest.approx({"torus": 4e-3, "ring2": 4e-3, "torus4": 4e-3 + 3 * 2e-3})
-
-
 def test_the_compilers_sum_is_interpolated_between_measured_sizes():
     cost = SampledCost((64, 1064, 2064), (1.0, 3.0, 4.0))
     assert [cost.predict_s(size) for size in (4, 64, 564, 1564, 4128)] == pytest.approx([1.0, 1.0, 2.0, 3.5, 8.0])

@@ -97,13 +97,7 @@ class Probe:
         ]
         axes = list(zip(*stages, strict=True))
         in_turn = len({tuple(axis.size for axis in path) for path in axes}) > 1
-        waits_s = self._count_waits(paths) * self.cores.hop_s / 2  # that of a sum, which is half of scatter and gather
-        return self.cores.predict_s(size) + waits_s + network.time_paths(axes, size, in_turn=in_turn)
-
-    def _count_waits(self, paths: Sequence[Path]) -> int:
-        """Return how often the cores of a chip wait for each other: between stages, if they take different paths."""
-        stages = [route for route in paths[0] if self.slices > 1 or route.along != "slice"]
-        return 2 * len(stages) - 1 if self.per_chip > 1 and len(paths) > 1 and len(stages) > 1 else 0
+        return self.cores.predict_s(size) + network.time_paths(axes, size, in_turn=in_turn)
 
     def time_swing(self, size: float) -> float:
         """Return the seconds to sum `size` bytes over all devices by exchanges of halves."""
