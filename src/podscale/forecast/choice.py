@@ -24,6 +24,7 @@ from podscale.processes.group import all_agree, broadcast_int, share_bytes
 
 MAX_TIME_RATIO = 0.9  # a strategy replaces XLA's sum if it is predicted to need at most this share of its time
 MAX_MEASURED_RATIO = 0.98  # the same, where messages were timed
+MAX_EXTRAPOLATED_RATIO = 0.95  # the same, for sums larger than any that was timed
 SIZES = tuple(2 ** (i / 2) for i in range(12, 60))  # bytes of sums to choose for: 64 B to 750 MB
 NORM_BYTES = 4096  # of a batch norm's message: the sums of 512 channels and of their squares
 BUCKETS_MIB = (0, 8, 16, 32, 64, 128)
@@ -65,9 +66,14 @@ def choose_by_size(links: Links, pod: Pod, largest: float = SIZES[-1]) -> str:
     row = chips.find_chip(pod.kind)
     if row and row.is_torus:
         return "xla"
-    ratio = MAX_MEASURED_RATIO if isinstance(links, probe.Probe) else MAX_TIME_RATIO
+
+    def pick(size: float) -> str:
+        ratio = MAX_MEASURED_RATIO if size <= probe.SUM_BYTES[-1] else MAX_EXTRAPOLATED_RATIO
+        ratio = ratio if isinstance(links, probe.Probe) else MAX_TIME_RATIO
+        return _pick_fastest({name: _time_sum(links, name, size) for name in list_replicated()}, ratio)
+
     sizes = [size for size in SIZES if size < largest] + [largest]
-    names = [_pick_fastest({name: _time_sum(links, name, size) for name in list_replicated()}, ratio) for size in sizes]
+    names = [pick(size) for size in sizes]
     parts = [
         (math.sqrt(size * larger), name)  # they change between two sizes
         for name, following, size, larger in zip(names, names[1:], sizes, sizes[1:], strict=False)
