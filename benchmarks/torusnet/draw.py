@@ -99,7 +99,9 @@ def draw_panel(result: dict[str, Any], left: float) -> str:
             continue
         line = " ".join(
             f"{x(size):.1f},{y(ms):.1f}"
-            for size, ms in predict_line(result, strategy_points[0], min(sizes), max(sizes))
+            for size, ms in predict_line(
+                result, strategy_points[0], min(sizes), max(p["bytes"] for p in strategy_points)
+            )
         )
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         parts += [
