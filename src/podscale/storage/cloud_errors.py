@@ -17,6 +17,18 @@ CREDENTIALS = MappingProxyType(
         "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run `az login`",
     }
 )
+EXPIRED = "the credentials have expired; renew them and start again"
+WRONG = "the credentials are wrong"
+REFUSED = "the store refuses access; check that the credentials may list, read and, where needed, write there"
+
+
+def is_refusal(problem: str) -> bool:
+    """Return whether a problem is that a store refuses what this process asks for, which waiting does not change.
+
+    >>> is_refusal(EXPIRED), is_refusal("No space left on device")
+    (True, False)
+    """
+    return problem.startswith((EXPIRED, WRONG, REFUSED))
 
 
 def translate_error(error: Exception, where: Location) -> Exception:
@@ -48,10 +60,10 @@ def _has_expired(text: str) -> bool:
 
 def _explain_refusal(text: str, where: Location) -> str:
     if _has_expired(text):
-        return "the credentials have expired; renew them and start again"
+        return EXPIRED
     if "InvalidAccessKeyId" in text or "SignatureDoesNotMatch" in text:
-        return f"the credentials are wrong; {CREDENTIALS.get(where.scheme, 'check them')}"
-    return "the store refuses access; check that the credentials may list, read and, where needed, write there"
+        return f"{WRONG}; {CREDENTIALS.get(where.scheme, 'check them')}"
+    return REFUSED
 
 
 def _explain_failure(text: str, where: Location) -> OSError:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from podscale.processes import group
+from podscale.storage.cloud_errors import is_refusal
 from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints, LastCheckpointNotSavedError
 from podscale.training.reporters.emitter import Emitter
 
@@ -16,7 +17,8 @@ def save_last(
 ) -> None:
     """Return once the state after the last step is on disk.
 
-    Waits for a full disk, as long as for a stuck run (`plan.timeout_s`), or until the run is asked to stop.
+    Waits for a full disk, as long as for a stuck run (`plan.timeout_s`), or until the run is asked to stop. A store that
+    refuses access, for example because credentials have expired, is not waited for.
 
     Raises:
         LastCheckpointNotSavedError: in all processes; it never got there.
@@ -27,15 +29,16 @@ def save_last(
         with events.tolerate(CheckpointNotSavedError):
             checkpoints.wait()
         waited_s = time.monotonic() - start_s
-        status = group.broadcast_int(2 * checkpoints.is_saved(step) + (waited_s > limit_s))  # the main process decides
+        problem = checkpoints.problem or "it is not there"
+        is_over = waited_s > limit_s or is_refusal(problem)
+        status = group.broadcast_int(2 * checkpoints.is_saved(step) + is_over)  # the main process decides
         if status > 1:
             return
         if status or next(stop_requests):
-            problem = checkpoints.problem or "it is not there"
+            advice = "" if is_refusal(problem) else "free space, or make it writable, and "
             raise LastCheckpointNotSavedError(
-                f"{events.run.where} did not accept the last checkpoint for {waited_s:.0f} s: {problem}; free space, "
-                "or make it writable, and run the same command again: it resumes after step "
-                f"{checkpoints.newest() or 0}",
+                f"{events.run.where} did not accept the last checkpoint for {waited_s:.0f} s: {problem}; {advice}"
+                f"run the same command again: it resumes after step {checkpoints.newest() or 0}",
                 step,
             )
         time.sleep(RETRY_S)
