@@ -11,6 +11,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel
 import jax
 import pytest
 
+collect_ignore = ["support/register_small_models.py"]  # what it registers is for the processes that import it
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 jax.devices()  # starts the backend, so that no test can change the number of devices

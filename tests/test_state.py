@@ -23,7 +23,7 @@ GLOBALS = {
 OBJECTS = {"runs.startup": {"clock"}, "runs.bucket": {"_buckets"}}
 # Results of pure functions, kept because they are asked for often.
 CACHED = {"data.order": {"_make_aspect_tables"}, "forecast.chips": {"_load_chips"}}
-CACHED |= {"forecast.compute": {"_load_curve"}}
+CACHED |= {"forecast.compute": {"_load_curve"}, "forecast.network": {"_list_message_spans", "_list_swing_stages"}}
 
 
 def is_changeable(value):

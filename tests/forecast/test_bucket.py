@@ -15,6 +15,7 @@ from support.prepared import open_data_set
 from podscale.config.options import Options
 from podscale.data import requests
 from podscale.data.loader import load_train_batches
+from podscale.data.requests import BLOCK_BYTES
 from podscale.forecast import bucket as buckets
 from podscale.forecast.bucket import BucketLoad, Contents, describe_contents
 from podscale.plan import Counts, make_plan
@@ -54,7 +55,7 @@ def test_one_host_with_little_data_fetches_shards_in_blocks_and_many_hosts_do_no
     plan = make_plan(recipe, named_pod("v3:2x2"), Counts(10_000, 1000, 1000))
     load = BucketLoad(plan, Contents("tar", 10_000, 1000))
     assert load.in_blocks
-    assert load.train_requests == -(-10_000 * 110_000 // 2**22)
+    assert load.train_requests == -(-10_000 * 110_000 // BLOCK_BYTES)
     assert not make_load("tar", named_pod("v3:2x2")).in_blocks  # looks 2 GiB ahead of 141 GB
     assert not replace(load, plan=plan_imagenet(named_pod("v3:32x32"))).in_blocks
     assert not replace(load, contents=Contents("folder", 10_000, 1000)).in_blocks

@@ -63,7 +63,8 @@ def test_every_sum_gets_the_fastest_strategy_for_its_size(monkeypatch):
 
 def test_torus_is_chosen_for_large_sums_if_links_share_a_port_and_pairs_take_turns(monkeypatch):
     shared, turns = LinearCost(8e-3, 3e6 / 4), LinearCost(2e-3, 1.5e6)
-    links = make_links(four=shared, ring2=shared, row_pairs=turns, column_pairs=turns)
+    slower = LinearCost(0.1, 1.4e6)  # by more than the margin that a strategy must be ahead of the compiler's sum
+    links = make_links(four=shared, ring2=shared, row_pairs=turns, column_pairs=turns, xla=slower)
     assert choose(monkeypatch, links, parameters=10**6).options.summation.endswith(",torus")
     assert choose(monkeypatch, links, parameters=100).options.summation == "swing_latency"
 

@@ -100,7 +100,7 @@ def serve_ceph():
 def _start_monitor(folder, fsid, port, run, start):
     key, caps = f"{folder}/keyring", ("mon", "osd", "mgr")
     run("ceph-authtool", "--create-keyring", key, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
-    allowed = [word for name in caps for word in ("--cap", name, "allow *")]
+    allowed = [option for name in caps for option in ("--cap", name, "allow *")]
     run("ceph-authtool", key, "--gen-key", "-n", "client.admin", *allowed)
     run("monmaptool", "--create", "--addv", "a", f"[v1:127.0.0.1:{port}]", "--fsid", fsid, f"{folder}/monmap")
     (folder / "mon").mkdir()

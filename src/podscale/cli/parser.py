@@ -239,10 +239,7 @@ def _add_completion(commands: Commands) -> None:
 
 
 def _add_plan(commands: Commands) -> None:
-    text, example = (
-        "predict time and memory of a recipe on a pod, also one that you do not have",
-        "plan resnet50-imagenet-32k --pod v3:32x32",
-    )
+    text, example = "predict time and memory of a recipe on a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
     plan = add_command(commands, "plan", plan_commands.run_plan, text, example=example, arguments="[RECIPE]")
     text = "a pod that need not exist, such as v3:32x32, or v5e:16x16*4 for four slices"
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help=text)

@@ -5,9 +5,11 @@ which costs the hop's latency plus the message's bytes over the link's rate. `te
 every message of a torus on its links, one by one, and arrives at the same times.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from podscale.errors import UserError
 from podscale.forecast.chips import Chip, get_chip
@@ -75,46 +77,73 @@ def time_swing(axes: Mapping[str, Axis], lanes: int, size: float) -> float:
         lanes: as `exchanges.make_paths` takes them.
         size: bytes.
     """
-    paths = make_paths(axes["column"].size, axes["row"].size, lanes)
-    stages = [_stretch_stage(stage, axes) for stage in zip(*paths, strict=True)]
-    return time_paths(list(zip(*stages, strict=True)), size)
-
-
-def _stretch_stage(stage: Sequence[Route], axes: Mapping[str, Axis]) -> list[Axis]:
-    """Return each lane's axis in one stage of Swing, with the costs of its distance and of the links that lanes share.
-
-    The axis of an exchange has as many chips as send to each other.
-    """
-    hops = {
-        along: [
-            hop for route in stage if isinstance(route, Exchange) and route.along == along for hop in route.list_hops()
-        ]
-        for along in axes
-    }
-    return [
-        replace(_stretch(axes[route.along], hops[route.along]), size=len(route.groups[0]))
-        if isinstance(route, Exchange)
-        else axes[route.along]
-        for route in stage
-    ]
-
-
-def _stretch(axis: Axis, hops: Sequence[tuple[int, int]]) -> Axis:
-    """Return an axis with the costs of hops that may be several links long and share links."""
-    links, load = measure_span(hops, axis.size) if axis.link_s else (1, 1)
-    are_pairs = all((end, start) in hops for start, end in hops)
-    rate = min(axis.rate, axis.pair_rate) if are_pairs else axis.rate
-    return replace(axis, hop_s=axis.hop_s + (links - 1) * axis.link_s, rate=rate / max(load, 1))
+    stages = _list_swing_stages(axes["column"].size, axes["row"].size, lanes)
+    stretched = [[_stretch(axes[along], span) for along, span in stage] for stage in stages]
+    return time_paths(list(zip(*stretched, strict=True)), size)
 
 
 def time_messages(axes: Mapping[str, Axis], size: float) -> float:
     """Return the seconds to sum `size` bytes by exchanges of whole arrays along "row", "column" and "slice"."""
     total = 0.0
-    for along, axis in axes.items():
-        for message in list_messages(along, axis.size):
-            hop = _stretch(axis, [(source, target) for target, source in enumerate(message.sources)])
-            total += hop.hop_s + message.copies * size / hop.rate
+    for axis in axes.values():
+        for copies, span in _list_message_spans(axis.size):
+            hop = _stretch(axis, span)
+            total += hop.hop_s + copies * size / hop.rate
     return total
+
+
+class Span(NamedTuple):
+    """How far the messages of an exchange go, and what they share."""
+
+    chips: int  # that send to each other in turn
+    links: int  # of the longest message
+    load: int  # messages on the link that most of them share
+    are_pairs: bool  # whether each two chips send to each other
+
+
+def _measure(hops: Sequence[tuple[int, int]], length: int, chips: int) -> Span:
+    """Return the span of messages (from, to) on a ring of `length` chips."""
+    present = set(hops)
+    return Span(chips, *measure_span(hops, length), all((end, start) in present for start, end in hops))
+
+
+@functools.cache
+def _list_swing_stages(rows: int, cols: int, lanes: int) -> tuple[tuple[tuple[str, Span | None], ...], ...]:
+    """Return each lane's axis and span in every stage of Swing; lanes share links. A ring of a whole axis has none."""
+    lengths, stages = {"row": cols, "column": rows}, []
+    for routes in zip(*make_paths(rows, cols, lanes), strict=True):
+        hops: dict[str, list[tuple[int, int]]] = {"row": [], "column": []}
+        for route in routes:
+            if isinstance(route, Exchange):
+                hops[route.along] += route.list_hops()
+        stages.append(
+            tuple(
+                (along, _measure(hops[along], lengths[along], len(route.groups[0])))
+                if isinstance(route, Exchange)
+                else (along, None)
+                for route in routes
+                for along in (route.along,)
+            )
+        )
+    return tuple(stages)
+
+
+@functools.cache
+def _list_message_spans(count: int) -> tuple[tuple[int, Span], ...]:
+    """Return, for each message of exchanges of whole arrays, how many arrays it holds, and its span."""
+    return tuple(
+        (message.copies, _measure([(source, chip) for chip, source in enumerate(message.sources)], count, count))
+        for message in list_messages("row", count)
+    )
+
+
+def _stretch(axis: Axis, span: Span | None) -> Axis:
+    """Return an axis with the costs of messages that may be several links long and share links."""
+    if span is None:
+        return axis
+    links, load = (span.links, span.load) if axis.link_s else (1, 1)
+    rate = min(axis.rate, axis.pair_rate) if span.are_pairs else axis.rate
+    return replace(axis, size=span.chips, hop_s=axis.hop_s + (links - 1) * axis.link_s, rate=rate / max(load, 1))
 
 
 def time_ring(axes: Sequence[Axis], size: float) -> float:
@@ -215,7 +244,7 @@ class PodLinks:
         return get_chip(self.pod.kind).start_s + self._predict_on_chip_s(size) + seconds
 
     def _name_axes(self) -> dict[str, Axis]:
-        axes = (*_fold_axes(make_axes(self.pod)), make_slice_axis(self.pod))
+        axes = (*_fold_axes(make_axes(self.pod, both_ways=True)), make_slice_axis(self.pod))  # pairs send both ways
         return dict(zip(("row", "column", "slice"), axes, strict=True))
 
     def time_compiler_sum(self, size: float) -> float:

@@ -26,6 +26,7 @@ class Connection:
     >>> here.close()
     >>> there.receive() is None
     True
+    >>> there.close()
     """
 
     def __init__(self, end: socket.socket) -> None:

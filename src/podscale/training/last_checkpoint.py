@@ -17,8 +17,8 @@ def save_last(
 ) -> None:
     """Return once the state after the last step is on disk.
 
-    Waits for a full disk, as long as for a stuck run (`plan.timeout_s`), or until the run is asked to stop. A store that
-    refuses access, for example because credentials have expired, is not waited for.
+    Waits for a full disk, as long as for a stuck run (`plan.timeout_s`), or until the run is asked to stop. It does not
+    wait for a store that refuses access, for example because credentials have expired.
 
     Raises:
         LastCheckpointNotSavedError: in all processes; it never got there.
