@@ -1,6 +1,7 @@
 """Settings of all tests: sixteen virtual CPU devices, so that one process can be any pod up to 4x4, and own caches."""
 
 import fcntl
+import gc
 import os
 import uuid
 
@@ -16,6 +17,11 @@ collect_ignore = ["support/register_small_models.py"]  # what it registers is fo
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
 jax.devices()  # starts the backend, so that no test can change the number of devices
+
+
+# Compiled programs leave millions of objects behind that live as long as the session: looking through them for garbage
+# again and again takes a twentieth of its time.
+gc.set_threshold(100_000, 50, 50)
 
 
 def pytest_addoption(parser):

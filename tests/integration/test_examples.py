@@ -47,6 +47,7 @@ def test_own_model_example(run_example):
     assert "plain" in Path("runs/plain/recipe.toml").read_text()
 
 
+@pytest.mark.slow  # the tutorial, the README and cli/test_main.py train photos, too
 def test_own_photos_example(run_example):
     output = run_example("own_photos.py")
     assert "100 images to learn from, of disc, square" in output
