@@ -125,16 +125,16 @@ def read_sentence(errors):
 def test_credentials_that_expire_during_a_run_end_it_with_a_sentence_and_new_ones_resume_it(
     proxy, bucket, on_disk, tmp_path, monkeypatch, status
 ):
-    process = start_training(bucket, tmp_path)
-    wait_for_requests(proxy, process, "PUT", "current.json", 3)
+    process = start_training(bucket, tmp_path, "--plan.save_steps", 2)
+    wait_for_requests(proxy, process, "PUT", "/checkpoints/", 4)  # the first checkpoint has two files, and is committed
     proxy.inject(Fault("status", status=status, code="ExpiredToken", times=-1))
     ((code,), ((_, errors),)) = wait_for_exit([process])
     assert code == 2, errors[-3000:]
     assert "the credentials have expired; renew them and start again" in read_sentence(errors)
     proxy.clear()
-    ((code,), ((_, errors),)) = wait_for_exit([start_training(bucket, tmp_path)])
+    ((code,), ((output, errors),)) = wait_for_exit([start_training(bucket, tmp_path)])
     assert code == 0, errors[-3000:]
-    assert "resuming after step" in errors
+    assert "resuming after step" in output
     assert_same_bits(f"s3://{bucket}/runs/one", on_disk, monkeypatch)
 
 
