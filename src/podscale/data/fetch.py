@@ -88,6 +88,9 @@ class Window:
             else:
                 sources[i] = self._wait_for(samples[i], entry)
         if absent:
+            with self._changed:
+                self.counts.requests += len(absent)
+                self.counts.bytes += sum(int(lengths[i]) for i in absent)
             for i, data in zip(absent, self._files.fetch_all([samples[i] for i in absent]), strict=True):
                 sources[i] = data
         return sources, offsets, lengths
