@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=20, help="photos of each class")
     parser.add_argument("--weights", type=Path, help="published weights of EfficientNet-Lite0")
     parser.add_argument("--per-class", type=int, nargs="+", default=[10, 50, 0], help="with --weights; 0: all photos")
+    parser.add_argument("--cases", nargs="+", help="with --weights: only these, by their names in the table")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--run", type=Path, default=Path("runs/finetune"))
     arguments, extra = parser.parse_known_args()
@@ -94,6 +95,8 @@ def main() -> None:
         parser.error(f"{arguments.photos}/train needs folders of at least four classes of photos")
     if arguments.few < 1 or min(arguments.per_class) < 0:
         parser.error("--few must be at least 1, and --per-class not negative")
+    if unknown := set(arguments.cases or ()) - LITE0_CASES.keys():
+        parser.error(f"there is no case {min(unknown)!r}; there are: {'; '.join(LITE0_CASES)}")
     study = train_from_published if arguments.weights else train_from_own
     raise SystemExit(study(arguments, class_names, extra))
 
@@ -120,15 +123,15 @@ def train_from_published(arguments: argparse.Namespace, class_names: list[str], 
         names.append(f"{count}-of-each" if count else "all")
         link_photos(arguments.photos, folder / names[-1], class_names, count)
     study = folder / "study.toml"
-    study.write_text(format_lite0_study(arguments.weights.absolute()))
+    study.write_text(format_lite0_study(arguments.weights.absolute(), arguments.cases or list(LITE0_CASES)))
     return run_studies(study, names, arguments, extra)
 
 
-def format_lite0_study(weights: Path) -> str:
-    """Return the study of fine-tuning EfficientNet-Lite0."""
+def format_lite0_study(weights: Path, cases: list[str]) -> str:
+    """Return the study of fine-tuning EfficientNet-Lite0 in these cases."""
     recipe = recipes.load_recipe("finetune")
     text = LITE0.format(epochs=recipe.train.epochs)
-    for name, fields in LITE0_CASES.items():
+    for name, fields in ((name, LITE0_CASES[name]) for name in cases):
         lines = [f'recipe = "{name.partition(",")[0]}"']
         lines += [f'set.model.init = "{weights if "from weights" in name else ""}"']
         lines += [f"set.{field} = {value.format(quarter=recipe.schedule.peak / 4)}" for field, value in fields.items()]

@@ -16,10 +16,12 @@ from podscale import recipe as recipes
 from podscale.bench.profile.program import Program
 from podscale.config.options import Options
 from podscale.forecast import chips
+from podscale.kernels.layer_spec import HOPPER, REFERENCE
 from podscale.plan import Counts
 from podscale.planner import compile, described_devices
 from podscale.pod import Pod
 
+WAYS = {"modules": None, "plain": REFERENCE, "hopper": HOPPER}
 IMAGENET = Counts(1281167, 50000, 1000)
 NO_KERNEL_OPCODES = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
@@ -33,15 +35,13 @@ def main() -> None:
     changes = {"batch.size": arguments.images, "batch.span": arguments.span, "data.lanes": 1}
     recipe = recipes.override_recipe(recipes.load_recipe("resnet50-imagenet-4k"), changes)
     pod = Pod("h200", 1, 1, memory_bytes=chips.get_chip("h200").memory_bytes)
-    plan = plans.make_plan(recipe, pod, IMAGENET, Options(steps_per_call=1, micro_batches=1))
-    for kernels in arguments.ways.split(","):
-        described_plan = replace(
-            plan, kernels="" if kernels == "modules" else kernels, pod=described_devices.describe_pod(pod)
-        )
+    plan = plans.make_plan(recipe, pod, IMAGENET, Options(steps_per_call=1, micro_batches=1, orthogonalize="device"))
+    for way in arguments.ways.split(","):
+        described_plan = replace(plan, kernels=WAYS[way], pod=described_devices.describe_pod(pod))
         program = compile._compile_program(described_plan)
         temporary = program.memory_analysis().temp_size_in_bytes
         gigabytes = count_moved_bytes(program.as_text()) / 1e9
-        print(f"{kernels:8} {gigabytes:6.1f} GB, {temporary / 2**30:.2f} GiB temporaries", flush=True)
+        print(f"{way:8} {gigabytes:6.1f} GB, {temporary / 2**30:.2f} GiB temporaries", flush=True)
 
 
 def count_moved_bytes(text: str) -> int:

@@ -26,6 +26,7 @@ from podscale.recipe import Recipe, describe_sizes, list_size_ranges
 
 HOPPER_CAPABILITY, BOTTLENECK_MODELS = "9.0", ("resnet50", "resnet101", "resnet152")  # that have kernels
 ATTENTION_MODELS = ("vit_tiny", "vit_small", "vit_base")  # cuDNN computes attention in one kernel
+CONVNEXTS = ("convnext_tiny", "convnext_small", "convnext_base")  # that have kernels
 MIN_PIXELS_TO_FUSE = 1_000_000 * 224**2  # per device: then fused layers save the time that compiling them takes
 BUCKET_MIB = 32  # by default
 BATCHES_IN_FLIGHT = 3  # one in use and two prefetched
@@ -339,6 +340,8 @@ def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) 
     if recipe.model.name in ATTENTION_MODELS:
         fuses = is_gpu and options.fused != "off" and recipe.model.precision == "bfloat16"
         return (TRITON if has_kernels else CUDNN) if fuses else None
+    if recipe.model.name in CONVNEXTS:
+        return TRITON if has_kernels and options.fused != "off" and recipe.model.precision == "bfloat16" else None
     pixels = recipe.steps(counts.train) * recipe.batch.size // pod.size * recipe.data.image_size**2
     is_fusible = recipe.model.name in BOTTLENECK_MODELS and recipe.model.precision == "bfloat16"
     is_faster = has_kernels and is_fusible and pixels >= MIN_PIXELS_TO_FUSE

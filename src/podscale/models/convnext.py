@@ -111,7 +111,7 @@ class ConvNeXt(nnx.Module):
                 layers.append(Downsample(size.widths[stage - 1], width, types, rngs))
             layers += [Block(width, next(rates), types, rngs) for _ in range(depth)]
         norm = make_layer_norm(size.widths[-1], types, rngs)
-        self.dropout, self.remat = Dropout(config.dropout), config.remat
+        self.dropout, self.remat, self.dtype = Dropout(config.dropout), config.remat, types.compute
         self.layers = nnx.List([*layers, norm, DenseHead(size.widths[-1], classes, INIT, types, rngs)])
 
     def __call__(self, images: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
 from podscale.kernels.layer_spec import Kernels
-from podscale.models import folded_resnet, fused_resnet, fused_vit
+from podscale.models import folded_resnet, fused_convnext, fused_resnet, fused_vit
 from podscale.models.random_layers import KeySource, RandomLayer, name_random_layers, replace_dropouts
 from podscale.models.resnet import ResNet
 from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, replace_batch_norms
@@ -61,7 +61,7 @@ class FunctionalModel:
         Random layers draw from `keys`, one for each image; without them they do nothing.
 
         With kernels for it, a ResNet is computed as a chain of fused layers (`fused_resnet`), and a Vision Transformer
-        in fewer passes (`fused_vit`).
+        or ConvNeXt in fewer passes (`fused_vit`, `fused_convnext`).
         """
         model = self.build_module(params, stats)
         model.train()
@@ -88,8 +88,9 @@ class FunctionalModel:
 
     def apply(self, model: Any, images: jax.Array) -> jax.Array:
         """Return the logits of a model that is not a ResNet; one with a method `use_kernels` decides what to use."""
-        if self.kernels and fused_vit.can_fuse(model, self.kernels):
-            return fused_vit.forward(model, images, self.kernels)
+        for fused in (fused_vit, fused_convnext):
+            if self.kernels and fused.can_fuse(model, self.kernels):
+                return fused.forward(model, images, self.kernels)
         if self.kernels and hasattr(model, "use_kernels"):
             model.use_kernels(self.kernels)
         return model(images)
