@@ -41,6 +41,7 @@ class StopRequest:
 
     def __init__(self, step: int = 0) -> None:
         self._step, self._signal, self._has_progress = step, 0, False
+        self._raised: BaseException | None = None  # by the handler
         self._is_alone, self._member = jax.process_count() == 1, get_membership()
         self._handled: tuple[int, ...] = ()  # none in an elastic run, whose launcher handles signals
         if not self._member and threading.current_thread() is threading.main_thread():
@@ -90,11 +91,14 @@ class StopRequest:
             self._watcher.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._watcher:
             self._watcher.stop()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        # Native code that a handler interrupted in one of its callbacks raises another exception in place of ours.
+        if self._raised and isinstance(error, Exception) and error is not self._raised:
+            raise self._raised from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal == signal.SIGINT == number, number
@@ -103,8 +107,10 @@ class StopRequest:
                 os.kill(os.getpid(), signal.SIGTERM)  # through JAX's runtime, all processes learn of it
             return
         if number == signal.SIGINT:
-            raise KeyboardInterrupt(self.describe_start() if not self._has_progress else "")
-        raise PreemptedError(self._step, nothing_new=True)
+            self._raised = KeyboardInterrupt(self.describe_start() if not self._has_progress else "")
+        else:
+            self._raised = PreemptedError(self._step, nothing_new=True)
+        raise self._raised
 
 
 class _Watcher:
