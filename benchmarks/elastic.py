@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 
 RECIPE = "digits --model.width 8 --model.precision float64 --train.eval_epochs 2".split()
 STEPS_PER_EPOCH = 1437 / 128
+SHOWN_S = 0.02
 MAX_DELAY_S = 6.0  # after training again, in which the next kill comes
+NOTICED_BEFORE_S = 0.005  # a process may be seen to be gone before `kill` has returned
 PATIENCE_S = 300.0  # in which a step must be done, also on a busy machine
 
 
@@ -86,6 +88,24 @@ class ElasticRun:
         return None
 
 
+def describe_recovery(events: list[dict[str, Any]], killed: float) -> dict[str, float]:
+    """Return where the seconds from a kill to training again went.
+
+    "notice" ends when the launcher knows, "leave" when the survivors that go on have left their generation; the others
+    are what the main process of the next generation reports.
+    """
+    after = [event for event in events if event["time"] > killed - NOTICED_BEFORE_S]
+    times = {name: [event["time"] for event in after if event["event"] == name] for name in ("broken", "generation")}
+    trained = next(event for event in after if event["event"] == "training" and event["time"] > killed)
+    reported = (e["parts"] for e in after if e["event"] == "parts" and e["generation"] == trained["generation"])
+    parts = {part: seconds for part, seconds in next(reported, {}).items() if part not in ("leave", "join")}
+    if times["broken"] and times["broken"][0] < trained["time"]:
+        formed = [at for at in times["generation"] if at < trained["time"]][-1]
+        parts = {"notice": times["broken"][0] - killed, "leave": formed - times["broken"][0]} | parts
+        parts["join"] = trained["time"] - killed - sum(parts.values())
+    return parts
+
+
 def make_environment() -> dict[str, str]:
     """Return the environment of a process that trains."""
     return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
@@ -117,7 +137,11 @@ def disturb(run: ElasticRun, kills: int, seed: int) -> tuple[list[float], int, l
             break
         seconds.append(event["time"] - killed)
         usages.append(measure(pids[kept]))
-        print(f"{number:3}: process {victim} killed, training after {seconds[-1]:.2f} s, {usages[-1]}", flush=True)
+        time.sleep(0.1)  # in which the timeline is written
+        parts = describe_recovery(run.read(), killed)
+        where = ", ".join(f"{part} {s:.2f}" for part, s in parts.items() if s > SHOWN_S)
+        print(f"{number:3}: process {victim} killed, training after {seconds[-1]:.2f} s: {where}")
+        print(f"     {usages[-1]}", flush=True)
     return seconds, idle, usages
 
 
@@ -148,6 +172,7 @@ def main() -> None:
     parser.add_argument("--no-comparison", action="store_true", help="do not train once more to compare losses")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
+    folder.mkdir(parents=True, exist_ok=True)
     run = ElasticRun(folder, arguments.processes, arguments.steps)
     try:
         seconds, idle, usages = disturb(run, arguments.kills, arguments.seed)

@@ -164,12 +164,15 @@ class Launcher:
         kind, generation = message["kind"], self._generation
         if kind == "ready":
             member.is_ready, member.snapshot, member.step = True, message["snapshot"], message["step"]
+            self._record.write("ready", process=member.slot, snapshot=member.snapshot)
         elif kind == "sizes":
             self._sizes = message["sizes"]
         elif generation and message["generation"] == generation.number and member in generation.members:
             rank = generation.members.index(member)
             if kind == "beat":
                 self._note_calls(generation, rank, message)
+            elif kind == "parts" and rank == 0:
+                self._record.write("parts", generation=generation.number, parts=message["parts"])
             elif kind == "barrier":
                 generation.reach_barrier(rank, message["number"])
             elif kind == "passed" and generation.note_passed(rank, message["calls"]) and generation.stop == REGROUP:

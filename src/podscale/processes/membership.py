@@ -8,12 +8,15 @@ A process that is lost leaves others waiting for its messages. So once a generat
 connections between its processes, until this process has left it; what waits then fails.
 """
 
+import faulthandler
+import math
 import os
 import select
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -23,6 +26,7 @@ from podscale.processes.control import Connection, open_inherited
 PEER_LOST = 69
 BEAT_S = 0.2  # between two signs of life
 BREAK_S = 0.05  # between two attempts to break connections: new ones may be made meanwhile
+STUCK_S = 5.0  # in a broken generation, after which the log says where
 DATA_ADDRESS = "127.107.31.5"  # a loopback address that nothing but these connections uses
 SAVE, REGROUP = "save", "regroup"  # why a generation stops
 
@@ -55,6 +59,7 @@ class Membership:
         self._stop: tuple[int, str] | None = None  # after which call, and why
         self._barriers = self._open_barriers = 0
         self._calls, self.step = -1, 0  # what has been done in this generation, and in all
+        self._stuck_at = math.inf
         self._earlier_calls = 0  # of the generation, before this session
         threading.Thread(target=self._run, name="podscale-member", daemon=True).start()
 
@@ -103,6 +108,12 @@ class Membership:
         """Report which numbers of processes this run can be divided over."""
         self._connection.send("sizes", sizes=sizes)
 
+    def report_parts(self, parts: Mapping[str, float]) -> None:
+        """Report where the seconds until the first step went, from the end of the generation before."""
+        assert self._assignment
+        rounded = {part: round(seconds, 3) for part, seconds in parts.items()}
+        self._connection.send("parts", generation=self._assignment.generation, parts=rounded)
+
     def wait_for_peers(self) -> None:
         """Wait until all processes of the generation have called this as often as this one.
 
@@ -148,6 +159,7 @@ class Membership:
     def _run(self) -> None:
         while True:
             readable, _, _ = select.select([self._connection], [], [], BREAK_S if self._is_broken else BEAT_S)
+            self._log_if_stuck()
             with self._changed:
                 if self._is_broken:
                     break_connections(DATA_ADDRESS)
@@ -163,6 +175,15 @@ class Membership:
                 for message in messages:
                     self._handle(message)
                 self._changed.notify_all()
+
+    def _log_if_stuck(self) -> None:
+        """Write to the log where all threads are, once, if this process does not get out of a broken generation."""
+        if not self._is_broken:
+            self._stuck_at = time.monotonic() + STUCK_S
+        elif time.monotonic() > self._stuck_at:
+            self._stuck_at = math.inf
+            print("podscale: this process does not leave its generation; its threads are at", file=sys.stderr)
+            faulthandler.dump_traceback(file=sys.stderr)
 
     def _send_beat(self) -> None:
         generation = self._assignment.generation if self._assignment else -1

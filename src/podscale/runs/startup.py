@@ -34,6 +34,10 @@ class StartClock:
             self._parts = {}
         return sum(self._parts.values(), 0.0)
 
+    def restart(self) -> None:
+        """Start anew: a process of an elastic run leaves its generation, and begins a session in the next one."""
+        self._last, self._parts, self._sessions = time.perf_counter(), {}, 0
+
     def get_parts(self) -> dict[str, float]:
         """Return seconds per part."""
         return dict(self._parts)

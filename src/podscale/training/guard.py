@@ -7,6 +7,7 @@ from podscale.processes import group
 from podscale.processes.membership import REGROUP, GenerationEndedError, get_membership
 from podscale.processes.stragglers import StragglerCheck
 from podscale.processes.watchdog import Watchdog
+from podscale.runs.startup import clock as start_clock
 from podscale.training.replicas import ReplicaCheck
 from podscale.training.session import OpenRun
 from podscale.training.step import Metrics, State
@@ -61,6 +62,10 @@ class Guard:
         """Keep a state to go on from if a process is lost, and stop for processes that want to join."""
         assert self._member
         self._member.step = call.start
+        if self._calls == 1:  # the first call is done
+            ledger = self._run.events.ledger
+            phases = {phase: s for phase, s in ledger.get_phases().items() if phase != "start"}
+            self._member.report_parts(start_clock.get_parts() | phases)
         is_last = self._member.find_stop(self._calls) == REGROUP
         self._calls += 1
         snapshots, events = self._run.snapshots, self._run.events

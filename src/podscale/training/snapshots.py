@@ -20,6 +20,7 @@ from podscale.plan import Plan
 from podscale.pod import Pod, shape_cluster
 from podscale.processes import group, heartbeat
 from podscale.processes.membership import GenerationEndedError, get_membership
+from podscale.runs.startup import clock as start_clock
 from podscale.training.program import Program
 from podscale.training.step import State
 
@@ -85,8 +86,11 @@ def run_generations(train: Callable[[], T], snapshots: Snapshots) -> T:
             if not _has_lost_peers(error):
                 raise
         # Outside of the block: the error's frames hold arrays and programs of the generation that ends.
+        start_clock.restart()
         group.leave_generation()
+        start_clock.mark("leave")
         group.join_generation(snapshots.step)
+        start_clock.mark("join")
 
 
 def _has_lost_peers(error: Exception) -> bool:
