@@ -25,7 +25,8 @@ POLL_S = 0.02
 SILENCE_S = 10.0  # without a sign of life, after which a process is killed
 CLOSED_S = 3.0  # in which a process that has closed its connection must end
 MAX_DELAY_S = 60.0  # before a process is started again in a slot whose processes end before they have trained
-LEAVE_S = 30.0  # in which the survivors must have left a broken generation
+LEAVE_S = 30.0  # in which the survivors must have left a broken generation,
+LATE_S, LATE_FACTOR = 3.0, 4.0  # or in this time, and so many times what the first took, once that waits with a state
 REGROUP_S = 60.0  # the same, if none is lost: they have to finish a call first
 MAX_FAILURES = (
     20  # lost processes and broken generations without a step between them, after which the launcher gives up
@@ -161,10 +162,13 @@ class Launcher:
                 member.kill()
 
     def _handle(self, member: Member, message: JsonObject) -> None:
-        kind, generation = message["kind"], self._generation
+        kind, generation = message.pop("kind"), self._generation
         if kind == "ready":
             member.is_ready, member.snapshot, member.step = True, message["snapshot"], message["step"]
-            self._record.write("ready", process=member.slot, snapshot=member.snapshot)
+            member.last_ready = time.monotonic()
+            if generation and message["is_connected"]:
+                generation.is_held = True
+            self._record.write("ready", process=member.slot, **message)
         elif kind == "sizes":
             self._sizes = message["sizes"]
         elif generation and message["generation"] == generation.number and member in generation.members:
@@ -245,11 +249,12 @@ class Launcher:
             self._form()
         elif generation.deadline is not None:
             late = [member for member in generation.members if member in self._members and not member.is_ready]
-            for member in late if now > generation.deadline else ():
+            for member in late if now > self._find_deadline(generation) else ():
                 report(f"process {member.slot} does not leave its generation, and is started again")
                 member.kill()
             if not late:
-                self._coordinate("end", generation.number)
+                if not generation.is_held:
+                    self._coordinate("end", generation.number)
                 self._generation = None
                 self._form()
         elif min(generation.calls) >= 0 and not generation.stop:
@@ -259,6 +264,16 @@ class Launcher:
                 generation.request_stop(SAVE)
             elif generation.is_training and size is not None and size > len(generation.members):
                 generation.request_stop(REGROUP)
+
+    def _find_deadline(self, generation: Generation) -> float:
+        """Return when a member that has not left its generation is killed: soon, if others wait with a newer state."""
+        assert generation.deadline is not None
+        left = [member for member in generation.members if member.is_ready and member.snapshot >= 0]
+        if not generation.is_broken or not left:
+            return generation.deadline
+        broken_at = generation.deadline - LEAVE_S
+        first_s = min(member.last_ready for member in left) - broken_at
+        return min(generation.deadline, broken_at + max(LATE_S, LATE_FACTOR * first_s))
 
     def _form(self) -> None:
         """Form a generation of the processes that are ready, the one with the newest state first."""

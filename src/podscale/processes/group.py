@@ -2,6 +2,7 @@
 
 import atexit
 import errno
+import gc
 import socket
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from podscale.errors import UserError, describe_os_error
-from podscale.processes import heartbeat, membership, private_jax, schedulers
+from podscale.processes import heartbeat, host, membership, private_jax, schedulers
 from podscale.processes.exchange import Exchange
 from podscale.processes.introduction import Introduction, list_versions, read_secret
 from podscale.processes.monitor import Monitor
@@ -43,6 +44,7 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
     """
     global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
     if membership.join_launcher():
+        gc.freeze()  # what is imported stays; generations end with a collection of what came after
         join_generation()
         return
     info: schedulers.ProcessInfo | None
@@ -125,6 +127,7 @@ def leave_generation() -> None:
     _stop_monitor()
     _rank_and_size, _store, _introduction, _exchanges = (0, 1), None, None, 0
     private_jax.disconnect()
+    host.trim_memory()  # else it grows from generation to generation
 
 
 def get_key_value_store() -> Any:

@@ -1,5 +1,6 @@
 """Describe the host that this process runs on: processor, usable cores, usable memory."""
 
+import ctypes
 import os
 import platform
 import resource
@@ -60,3 +61,9 @@ def measure_run_delay() -> float:
         with suppress(OSError, IndexError, ValueError):  # the thread has just ended
             total_ns += int(path.read_text().split()[1])
     return total_ns / 1e9
+
+
+def trim_memory() -> None:
+    """Give memory that is free back to the system, where the C library can (glibc)."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

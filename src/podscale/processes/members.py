@@ -32,6 +32,7 @@ class Member:
         is_ready: whether it waits for a generation to join.
         snapshot: the step of the state that it holds; -1: none.
         step: the updates that it has seen done.
+        last_ready: when it last became ready.
         last_sign: when it was last heard of; None: not yet, while it starts.
         is_closed: whether it has closed its connection, and is about to end.
         has_trained: whether it was in a generation that did a step.
@@ -43,6 +44,7 @@ class Member:
     is_ready: bool = False
     snapshot: int = -1
     step: int = 0
+    last_ready: float = 0.0
     last_sign: float | None = None
     is_closed: bool = False
     has_trained: bool = False
@@ -67,6 +69,7 @@ class Generation:
         deadline: by which all members must have left it; None: it goes on.
         is_training: whether its first call is done.
         is_broken: whether a member is lost.
+        is_held: whether a process that has left it is still connected to its service, which must not end then.
         lost: ranks that are.
     """
 
@@ -79,6 +82,7 @@ class Generation:
     deadline: float | None = None
     is_training: bool = False
     is_broken: bool = False
+    is_held: bool = False
     lost: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:

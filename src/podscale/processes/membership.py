@@ -12,21 +12,23 @@ import faulthandler
 import math
 import os
 import select
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import NamedTuple
 
 from podscale.config.json_types import JsonObject
+from podscale.processes.connections import break_connections, has_connection_to
 from podscale.processes.control import Connection, open_inherited
 
 PEER_LOST = 69
 BEAT_S = 0.2  # between two signs of life
 BREAK_S = 0.05  # between two attempts to break connections: new ones may be made meanwhile
-STUCK_S = 5.0  # in a broken generation, after which the log says where
+DRAIN_S = 0.1  # before it, in which what is under way between survivors arrives: Gloo waits half a minute for the rest
+# of a message whose connection has ended, but fails at once where no message is under way
+STUCK_S = 2.0  # in a broken generation, after which the log says where
+CLOSE_S, CLOSE_POLL_S = 0.5, 0.01  # in which a client that was dropped closes its connection
 DATA_ADDRESS = "127.107.31.5"  # a loopback address that nothing but these connections uses
 SAVE, REGROUP = "save", "regroup"  # why a generation stops
 
@@ -59,7 +61,7 @@ class Membership:
         self._stop: tuple[int, str] | None = None  # after which call, and why
         self._barriers = self._open_barriers = 0
         self._calls, self.step = -1, 0  # what has been done in this generation, and in all
-        self._stuck_at = math.inf
+        self._broken_at, self._is_logged = math.inf, False
         self._earlier_calls = 0  # of the generation, before this session
         threading.Thread(target=self._run, name="podscale-member", daemon=True).start()
 
@@ -71,14 +73,27 @@ class Membership:
         Args:
             snapshot: the step of the state that this process holds; -1: none.
         """
+        is_connected = self._is_connected()
         with self._changed:
             self._assignment, self._is_broken, self._is_frozen, self._stop = None, False, False, None
             self._barriers = self._open_barriers = 0
             self._calls, self._earlier_calls = -1, 0
-            self._connection.send("ready", snapshot=snapshot, step=self.step)
+            self._connection.send("ready", snapshot=snapshot, step=self.step, is_connected=is_connected)
             self._changed.wait_for(lambda: self._assignment is not None)
             assert self._assignment is not None
             return self._assignment
+
+    def _is_connected(self) -> bool:
+        """Return whether something in this process still holds a client of the service of the generation it has left.
+
+        Such a client aborts this process when its service ends.
+        """
+        place, deadline = self._assignment, time.monotonic() + CLOSE_S
+        while place and place.size > 1 and has_connection_to(place.address):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(CLOSE_POLL_S)
+        return False
 
     @property
     def is_broken(self) -> bool:
@@ -161,7 +176,7 @@ class Membership:
             readable, _, _ = select.select([self._connection], [], [], BREAK_S if self._is_broken else BEAT_S)
             self._log_if_stuck()
             with self._changed:
-                if self._is_broken:
+                if self._is_broken and time.monotonic() > self._broken_at + DRAIN_S:
                     break_connections(DATA_ADDRESS)
                 self._send_beat()
             if not readable:
@@ -179,9 +194,9 @@ class Membership:
     def _log_if_stuck(self) -> None:
         """Write to the log where all threads are, once, if this process does not get out of a broken generation."""
         if not self._is_broken:
-            self._stuck_at = time.monotonic() + STUCK_S
-        elif time.monotonic() > self._stuck_at:
-            self._stuck_at = math.inf
+            self._is_logged = False
+        elif time.monotonic() > self._broken_at + STUCK_S and not self._is_logged:
+            self._is_logged = True
             print("podscale: this process does not leave its generation; its threads are at", file=sys.stderr)
             faulthandler.dump_traceback(file=sys.stderr)
 
@@ -197,8 +212,7 @@ class Membership:
         if self._assignment is None or generation != self._assignment.generation:
             return  # of a generation that this process has left
         if kind == "broken":
-            self._is_broken = True
-            break_connections(DATA_ADDRESS)
+            self._is_broken, self._broken_at = True, time.monotonic()
         elif kind == "stop":
             self._is_frozen = True
             self._connection.send("passed", generation=generation, calls=self._calls)
@@ -206,23 +220,6 @@ class Membership:
             self._stop = int(message["call"]), str(message["purpose"])
         elif kind == "barrier":
             self._open_barriers = int(message["number"])
-
-
-def break_connections(address: str) -> None:
-    """Shut down all connections of this process from or to an address; sockets that listen there stay."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # no socket, or closed meanwhile
-            copy = os.dup(int(name))
-            try:
-                end = socket.socket(fileno=copy)
-            except OSError:
-                os.close(copy)
-                continue
-            with end:
-                if end.family != socket.AF_INET or end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
-                if address in (end.getsockname()[0], end.getpeername()[0]):
-                    end.shutdown(socket.SHUT_RDWR)
 
 
 _membership: Membership | None = None  # of this process, which joins one run

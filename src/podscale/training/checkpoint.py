@@ -301,10 +301,11 @@ class Checkpoints:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self._finish()  # callers that need to know whether it worked call `wait`
-            self._join()
         except Exception:
             if kind is None:
                 raise
+        finally:
+            self._join()
         self.record_completed()
 
     def _join(self) -> None:
