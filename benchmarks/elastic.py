@@ -7,6 +7,7 @@ had to be repeated, threads, descriptors and memory of the one process that is n
 generation, and the greatest relative difference of the losses at the same step.
 
     python benchmarks/elastic.py [--kills 100] [--processes 4] [--seed 0] [--steps 2000] [--folder DIR]
+    python benchmarks/elastic.py --minutes 20 --join-leave --steps 50000  # up to three of four leave at once
 
 The peer's figure is published, not run: MaxText recovers from a lost host in about 40 s.
 """
@@ -21,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +91,25 @@ class ElasticRun:
         return None
 
 
+@dataclass
+class Findings:
+    """What was measured.
+
+    Attributes:
+        seconds: from each kill of processes that trained to training again.
+        parts: where they went.
+        idle: kills of processes that did not train.
+        killed: processes.
+        usages: of the one that is never killed.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    idle: int = 0
+    killed: int = 0
+    usages: list[Usage] = field(default_factory=list)
+
+
 def describe_recovery(events: list[dict[str, Any]], killed: float) -> dict[str, float]:
     """Return where the seconds from a kill to training again went.
 
@@ -111,38 +133,41 @@ def make_environment() -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
 
 
-def disturb(run: ElasticRun, kills: int, seed: int) -> tuple[list[float], int, list[Usage]]:
-    """Kill random processes; return seconds to training again, kills of idle ones, and usages of the last slot."""
-    rng, seconds, idle, usages = random.Random(seed), list[float](), 0, list[Usage]()
+def disturb(run: ElasticRun, rng: random.Random, stop: Callable[[int], bool], max_lost: int) -> Findings:
+    """Kill random processes until `stop` says so: up to `max_lost` at once, which all are replaced and join again."""
+    findings = Findings()
     run.await_training(0.0)
     kept = max(run.list_pids())  # lives through all generations
-    usages.append(measure(run.list_pids()[kept]))
-    for number in range(kills):
+    findings.usages.append(measure(run.list_pids()[kept]))
+    number = 0
+    while not stop(number) and run.process.poll() is None:
         time.sleep(rng.uniform(0.0, MAX_DELAY_S))
-        pids = run.list_pids()
-        if run.process.poll() is not None:
-            break
-        victim = rng.choice([slot for slot in pids if slot != kept])
+        pids, number = run.list_pids(), number + 1
+        others = [slot for slot in pids if slot != kept]
+        victims = rng.sample(others, min(len(others), rng.randint(1, max_lost)))
         killed = time.time()
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(pids[victim], signal.SIGKILL)
+        for victim in victims:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pids[victim], signal.SIGKILL)
+        findings.killed += len(victims)
         time.sleep(0.3)
         is_broken = any(event["event"] == "broken" and event["time"] > killed - 0.005 for event in run.read())
         last = [event["event"] for event in run.read() if event["event"] in ("training", "broken", "generation")][-1]
         if not is_broken and last == "training":
-            idle += 1
+            findings.idle += 1
             continue
         event = run.await_training(killed)
         if event is None:
             break
-        seconds.append(event["time"] - killed)
-        usages.append(measure(pids[kept]))
+        findings.seconds.append(event["time"] - killed)
+        with suppress(KeyError, FileNotFoundError):  # it was lost in the fault; the count of lost processes says so
+            findings.usages.append(measure(run.list_pids()[kept]))
         time.sleep(0.1)  # in which the timeline is written
-        parts = describe_recovery(run.read(), killed)
-        where = ", ".join(f"{part} {s:.2f}" for part, s in parts.items() if s > SHOWN_S)
-        print(f"{number:3}: process {victim} killed, training after {seconds[-1]:.2f} s: {where}")
-        print(f"     {usages[-1]}", flush=True)
-    return seconds, idle, usages
+        findings.parts.append(describe_recovery(run.read(), killed))
+        where = ", ".join(f"{part} {s:.2f}" for part, s in findings.parts[-1].items() if s > SHOWN_S)
+        print(f"{number:3}: {victims} killed, training after {findings.seconds[-1]:.2f} s: {where}")
+        print(f"     {findings.usages[-1]}", flush=True)
+    return findings
 
 
 def read_losses(folder: Path) -> dict[int, float]:
@@ -161,10 +186,35 @@ def compare_losses(disturbed: Path, folder: Path, steps: int) -> tuple[int, floa
     return len(differences), max(differences)
 
 
+def summarize(findings: Findings, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is printed in the end."""
+    formed = [event for event in events if event["event"] == "generation"][1:]
+    repeated = [max(0, event["step"] - event["snapshot"]) for event in formed if event["snapshot"] >= 0]
+    lost = sum(event["event"] == "end" and event["status"] not in (0, 75) for event in events)
+    seconds, parts = findings.seconds, {part for recovery in findings.parts for part in recovery}
+    medians = {part: statistics.median(recovery.get(part, 0.0) for recovery in findings.parts) for part in parts}
+    return {
+        "recoveries": len(seconds),
+        "kills of processes that did not train": findings.idle,
+        "processes killed": findings.killed,
+        "processes lost besides": lost - findings.killed,
+        "generations": len(formed) + 1,
+        "seconds to training again, median": round(statistics.median(seconds), 2),
+        "seconds to training again, worst": round(max(seconds), 2),
+        "where they went, medians": {part: round(s, 3) for part, s in medians.items() if s > SHOWN_S},
+        "steps repeated, mean": round(statistics.mean(repeated), 1),
+        "steps repeated, most": max(repeated),
+        "the process never killed, first generation": findings.usages[0]._asdict(),
+        "the process never killed, last generation": findings.usages[-1]._asdict(),
+    }
+
+
 def main() -> None:
     """Run it all, and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=0.0, help="kill for so long, instead of a number of times")
+    parser.add_argument("--join-leave", action="store_true", help="kill up to all but one process at once")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
@@ -173,27 +223,19 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="elastic-"))
     folder.mkdir(parents=True, exist_ok=True)
-    run = ElasticRun(folder, arguments.processes, arguments.steps)
+    run, deadline = ElasticRun(folder, arguments.processes, arguments.steps), time.monotonic() + 60 * arguments.minutes
+    rng, most = random.Random(arguments.seed), arguments.processes - 1 if arguments.join_leave else 1
+
+    def is_enough(number: int) -> bool:
+        return time.monotonic() > deadline if arguments.minutes else number >= arguments.kills
+
     try:
-        seconds, idle, usages = disturb(run, arguments.kills, arguments.seed)
+        findings = disturb(run, rng, is_enough, most)
     finally:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
         code = run.process.wait()
-    formed = [event for event in run.read() if event["event"] == "generation"][1:]
-    repeated = [max(0, event["step"] - event["snapshot"]) for event in formed if event["snapshot"] >= 0]
-    results: dict[str, Any] = {
-        "kills of processes that trained": len(seconds),
-        "kills of others": idle,
-        "exit code": code,
-        "seconds to training again, median": round(statistics.median(seconds), 2),
-        "seconds to training again, worst": round(max(seconds), 2),
-        "generations": len(formed) + 1,
-        "steps repeated, mean": round(statistics.mean(repeated), 1),
-        "steps repeated, most": max(repeated),
-        "the process never killed, first generation": usages[0]._asdict(),
-        "the process never killed, last generation": usages[-1]._asdict(),
-    }
+    results = summarize(findings, run.read()) | {"exit code": code}
     if not arguments.no_comparison:
         steps, difference = compare_losses(folder / "run", folder / "reference", arguments.steps)
         results |= {"steps compared": steps, "greatest relative difference of the loss": difference}

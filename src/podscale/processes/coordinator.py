@@ -16,7 +16,12 @@ from typing import Any
 
 from podscale.processes import private_jax, schedulers
 
+MISSING = "missing "  # what the answer starts with if JAX cannot do this
 RELEASE_S = 0.1  # between two looks for keys that processes wait for
+
+
+class MissingPartError(Exception):
+    """This version of JAX lacks a part, which is the message, that elastic runs need."""
 
 
 class Generation:
@@ -66,12 +71,15 @@ class Coordinator:
 
         Raises:
             OSError: the process is gone.
+            MissingPartError: JAX cannot do this.
         """
         self._send(start=generation, size=size)
         assert self._process.stdout
         address = self._process.stdout.readline().strip()
         if not address:
             raise OSError("the coordinator is gone")
+        if address.startswith(MISSING):
+            raise MissingPartError(address.removeprefix(MISSING))
         return address
 
     def stand_in(self, generation: int, ranks: list[int]) -> None:
@@ -105,7 +113,9 @@ def serve() -> None:
     generations = dict[int, Generation]()
     for line in sys.stdin:
         command = json.loads(line)
-        if "start" in command:
+        if "start" in command and (missing := private_jax.find_missing_part()):
+            print(f"{MISSING}{missing}", flush=True)
+        elif "start" in command:
             generation = generations[command["start"]] = Generation(command["size"])
             print(generation.address, flush=True)
         elif "stand_in" in command:

@@ -16,7 +16,7 @@ from typing import Any
 from podscale.config.json_types import JsonObject
 from podscale.errors import UserError
 from podscale.processes import launch
-from podscale.processes.coordinator import Coordinator
+from podscale.processes.coordinator import Coordinator, MissingPartError
 from podscale.processes.launch import ProcessExit, StopSignals, report
 from podscale.processes.members import SPAWN, Generation, Member, Record, Starter, choose_size
 from podscale.processes.membership import REGROUP, SAVE
@@ -74,8 +74,15 @@ def launch_elastic(command: list[str], processes: int, limits: str, logs: str | 
         launcher = Launcher(Starter(command, gpus, folder), processes, (least, most), folder, signals)
         try:
             return launcher.run()
+        except MissingPartError as error:
+            missing = str(error)
         finally:
             launcher.close()
+    report(
+        f"this version of JAX lacks {missing}, which --elastic needs; so if a process is lost, all are started again "
+        f"and resume from the last checkpoint, as with --restarts {MAX_FAILURES}"
+    )
+    return launch.launch_processes(command, min(processes, most), MAX_FAILURES, logs)
 
 
 class Launcher:

@@ -96,9 +96,8 @@ def join_generation(snapshot: int = -1) -> None:
     """
     member = membership.get_membership()
     assert member
-    if missing := private_jax.find_missing_part():
-        raise UserError(f"this version of JAX lacks {missing}, which --elastic needs; use --restarts instead")
-    private_jax.listen_on(membership.DATA_ADDRESS)
+    if not private_jax.find_missing_part():  # else the launcher ends this process, and restarts lost ones
+        private_jax.listen_on(membership.DATA_ADDRESS)
     while True:
         try:
             _enter_generation(member, snapshot)

@@ -25,7 +25,7 @@ from podscale.processes.control import Connection, open_inherited
 PEER_LOST = 69
 BEAT_S = 0.2  # between two signs of life
 BREAK_S = 0.05  # between two attempts to break connections: new ones may be made meanwhile
-DRAIN_S = 0.1  # before it, in which what is under way between survivors arrives: Gloo waits half a minute for the rest
+DRAIN_S = 0.03  # before it, in which what is under way between survivors arrives: Gloo waits half a minute for the rest
 # of a message whose connection has ended, but fails at once where no message is under way
 STUCK_S = 2.0  # in a broken generation, after which the log says where
 CLOSE_S, CLOSE_POLL_S = 0.5, 0.01  # in which a client that was dropped closes its connection

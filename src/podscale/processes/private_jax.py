@@ -1,12 +1,16 @@
 """Private parts of JAX that have no public name, behind functions of ours. No other module of the package uses them."""
 
 import functools
+import importlib
+import operator
 import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+
+GLOO = "make_gloo_tcp_collectives"
 
 
 def get_client() -> Any:
@@ -21,7 +25,7 @@ def listen_on(hostname: str) -> None:
     """Make collectives between CPUs listen on this address, not on the one that the machine's name resolves to."""
     from jax._src.lib import _jax
 
-    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    make = getattr(_jax, GLOO, None)
     make = getattr(make, "func", make)  # of an earlier call
     if make:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=hostname)
@@ -63,15 +67,24 @@ def find_missing_part() -> str:
     >>> find_missing_part()
     ''
     """
-    from jax._src import distributed
+    needed = {
+        "jaxlib._jax": ("get_distributed_runtime_service", "get_distributed_runtime_client", GLOO),
+        "jax._src.distributed": ("global_state.client", "global_state.process_id", "global_state.num_processes"),
+        "jax.extend.backend": ("clear_backends",),
+    }
+    for module, names in needed.items():
+        for name in names:
+            try:
+                operator.attrgetter(name)(importlib.import_module(module))
+            except (ImportError, AttributeError):
+                return f"{module}.{name}"
     from jax._src.lib import _jax
 
-    parts = ("get_distributed_runtime_service", "get_distributed_runtime_client", "make_gloo_tcp_collectives")
-    missing = [f"jaxlib._jax.{name}" for name in parts if not hasattr(_jax, name)]
-    attributes = ("client", "process_id", "num_processes")
-    state = getattr(distributed, "global_state", None)
-    missing += [f"jax._src.distributed.global_state.{name}" for name in attributes if not hasattr(state, name)]
-    return missing[0] if missing else ""
+    for function, option in (("service", "recoverable"), ("client", "shutdown_on_destruction")):
+        name = f"get_distributed_runtime_{function}"
+        if option not in (getattr(_jax, name).__doc__ or ""):  # a compiled function has its signature there
+            return f"the option {option} of jaxlib._jax.{name}"
+    return ""
 
 
 def start_service(address: str, processes: int) -> Any:
