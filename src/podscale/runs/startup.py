@@ -35,7 +35,7 @@ class StartClock:
         return sum(self._parts.values(), 0.0)
 
     def restart(self) -> None:
-        """Start anew: a process of an elastic run leaves its generation, and begins a session in the next one."""
+        """Start again: a process of an elastic run leaves its generation, and begins a session in the next one."""
         self._last, self._parts, self._sessions = time.perf_counter(), {}, 0
 
     def get_parts(self) -> dict[str, float]:
