@@ -3,11 +3,16 @@
 from types import MappingProxyType
 
 from podscale import recipe as recipes
-from podscale.models import convnext, efficientnet, registry, vit
+from podscale.models import convnext, efficientnet, registry, resnet, vit
 
 STEPS = 3
 BATCH, TRAIN_IMAGES = 64, 1437
 STAGES = (efficientnet.Stage(1, 3, 1, 8, 1), efficientnet.Stage(2, 5, 1, 8, 1))
+
+
+def build_resnet(config, classes, image_size, rngs):
+    """Return a stem, one block and a head: compiled in half the time of a resnet8."""
+    return resnet.ResNet(resnet.BasicBlock, (1,), config, classes, rngs)
 
 
 def build_vit(config, classes, image_size, rngs):
@@ -22,7 +27,9 @@ def build_convnext(config, classes, image_size, rngs):
     return convnext.ConvNeXt(convnext.Size((1, 1), (8, 16)), config, classes, rngs)
 
 
-BUILDERS = MappingProxyType({"vit": build_vit, "efficientnet": build_efficientnet, "convnext": build_convnext})
+BUILDERS = MappingProxyType(
+    {"resnet": build_resnet, "vit": build_vit, "efficientnet": build_efficientnet, "convnext": build_convnext}
+)
 
 
 def register_models():
