@@ -32,15 +32,17 @@ def mark_slow(*shapes):
 def pair_strategies_with_shapes():
     """Return all pairs, of which `make test` runs those where a shape can make a difference.
 
-    A torus has rows and columns: it runs on every shape. A ring only sees how many devices there are, so that the two
-    rings share the shapes, and so do the two variants of Swing, whose exchanges have tests of their own
-    (`test_swing.py`). XLA's own sum is the same program on every shape of one slice.
+    A torus has rows and columns: it runs on every shape. Four paths go both ways, so that a shape and its transpose are
+    the same to them. A ring only sees how many devices there are, so that the two rings share the shapes, and so do the
+    two variants of Swing, whose exchanges have tests of their own (`test_swing.py`). XLA's own sum is the same program
+    on every shape of one slice.
     """
     shapes = SHAPES + CORES + SLICES
     in_every_test = {
         "xla": {(1, 1, 1), (2, 3, 2), (2, 2, 1, 2), (1, 2, 1, 3)},
         "ring": set(shapes[::2]),
         "ring2": set(shapes[1::2]),
+        "torus4": set(shapes) - {(4, 1, 1), (2, 4, 1), (5, 3, 1), (2, 3, 1), (1, 5, 3), (3, 1, 1, 2), (2, 2, 1, 4)},
         "swing": {(2, 3, 1), (3, 5, 1), (2, 2, 4), (2, 2, 2, 2)},
         "swing_latency": {(5, 3, 1), (2, 3, 2), (1, 2, 1, 3)},
     }
@@ -93,14 +95,15 @@ UNEVEN = [(1,), (), (7,), (1000,), (3, 5)]
 @pytest.mark.sample(16)
 @pytest.mark.parametrize(("strategy", "shape"), pair_strategies_with_shapes())
 def test_integers_sum_exactly_and_floats_within_the_rounding_bound(strategy, shape):
-    tree = {"whole": sample_tree(shape, UNEVEN, "integers"), "real": sample_tree(shape, UNEVEN)}
-    total = check_replicas(make_summation(shape, strategy=strategy)(tree))
-    for name, x in tree["whole"].items():
-        np.testing.assert_array_equal(total["whole"][name], x.sum(0))
-    for name, x in tree["real"].items():
+    call = make_summation(shape, strategy=strategy)
+    tree = sample_tree(shape, UNEVEN, "integers")
+    jax.tree.map(np.testing.assert_array_equal, check_replicas(call(tree)), jax.tree.map(lambda x: x.sum(0), tree))
+    tree = sample_tree(shape, UNEVEN)
+    total = check_replicas(call(tree))
+    for name, x in tree.items():
         # Adding n numbers one by one is off by at most (n - 1) half units of the sum of their magnitudes.
         bound = (len(x) - 1) * 2.0**-24 * np.abs(x.astype(np.float64)).sum(0)
-        assert (np.abs(total["real"][name] - x.astype(np.float64).sum(0)) <= bound).all()
+        assert (np.abs(total[name] - x.astype(np.float64).sum(0)) <= bound).all()
 
 
 @pytest.mark.sample(5)
