@@ -182,7 +182,7 @@ def test_the_forecast_is_compared_with_published_trainings(tmp_path):
 
 @pytest.mark.heavy
 def test_a_search_draws_its_plot(tmp_path):
-    done = run_podscale(tmp_path, "plan", "resnet50-imagenet-32k", "--search", "v3", "--plot", "scaling.svg")
+    done = run_podscale(tmp_path, "plan", "resnet50-imagenet-32k", "--search", "v3:256", "--plot", "scaling.svg")
     assert done.returncode == 0, done.stderr
     assert "chip-hours" in done.stdout
     assert (tmp_path / "scaling.svg").read_text().startswith("<svg")

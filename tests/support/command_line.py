@@ -2,24 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from support.forked import run_forked
 
 
 def run_podscale(folder, *arguments):
     """Run the program in a folder, as on a machine without accelerators."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
-    return subprocess.run(
-        [sys.executable, "-m", "podscale", *map(str, arguments)],
-        cwd=folder,
-        env=environment | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    return run_forked(folder, [*map(str, arguments)], environment, timeout_s=300)
 
 
 def run_json(folder, *arguments):
