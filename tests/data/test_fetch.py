@@ -2,6 +2,7 @@
 
 import os
 import tarfile
+import time
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from support.loader_threads import no_loader_thread_left  # noqa: F401 (a fixtur
 from support.prepared import open_data_set
 
 from podscale.config.options import Options
-from podscale.data import fetch, requests
+from podscale.data import fetch_window, fetch_workers, requests
 from podscale.data.disk_cache import LIMIT_VARIABLE, DiskCache
 from podscale.data.loader import load_eval_batches, load_train_batches
 from podscale.errors import StorageError
@@ -161,7 +162,7 @@ def test_faults_that_pass_change_no_pixel(root, bucket, proxy, fault):
 
 
 def test_a_slow_first_byte_is_asked_for_again(root, bucket, proxy, monkeypatch):
-    monkeypatch.setattr(fetch, "HEDGE_S", 0.2)
+    monkeypatch.setattr(fetch_workers, "HEDGE_S", 0.2)
     theirs = make_batches(open_data_set(root))
     splits = open_data_set(f"s3://{bucket}")
     slow = proxy.inject(Fault("slow", seconds=3, times=1, method="GET"))
@@ -186,7 +187,7 @@ def test_a_store_that_stays_away_ends_the_run_with_a_sentence(root, bucket, prox
 
 def test_a_small_window_bounds_memory_and_changes_nothing(root, bucket, proxy, monkeypatch):
     theirs = make_batches(open_data_set(root))
-    monkeypatch.setattr(fetch, "WINDOW_BYTES", 3000)  # less than one batch, about two images
+    monkeypatch.setattr(fetch_window, "WINDOW_BYTES", 3000)  # less than one batch, about two images
     monkeypatch.setenv(LIMIT_VARIABLE, "0")
     assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
 
@@ -218,6 +219,30 @@ def test_single_samples_are_fetched_with_the_same_pixels(root, bucket, proxy, mo
     theirs = make_batches(open_data_set(root))
     monkeypatch.setattr(requests, "MIN_DENSITY", 2.0)  # nothing is dense enough to be a block
     assert_same(make_batches(open_data_set(f"s3://{bucket}")), theirs)
+
+
+@pytest.mark.parametrize("cache_gib", ["", "0"])
+def test_a_sample_is_asked_for_once_however_late_the_thread_ahead_is(
+    root, bucket, proxy, monkeypatch, cache_gib, own_cache
+):
+    monkeypatch.setattr(requests, "MIN_DENSITY", 2.0)
+    monkeypatch.setattr("podscale.storage.cloud.MERGE_GAP", -1)  # neighbours are not fetched together
+    monkeypatch.setenv(LIMIT_VARIABLE, cache_gib)
+    proxy.delay_s = 0.01
+    pauses, enter = iter(np.random.default_rng(0).uniform(0, 0.1, 1000).tolist()), fetch_window.Window._enter
+
+    def enter_late(self, samples, taken, is_over):
+        time.sleep(next(pauses))
+        new = enter(self, samples[:4], taken, is_over)
+        time.sleep(next(pauses))
+        return new + enter(self, samples[4:], taken, is_over)
+
+    monkeypatch.setattr(fetch_window.Window, "_enter", enter_late)
+    theirs = make_batches(open_data_set(root), steps=3)  # one pass
+    splits = open_data_set(f"s3://{bucket}")
+    before = proxy.count("GET")
+    assert_same(make_batches(splits, steps=3), theirs)
+    assert proxy.count("GET") - before == 2 * IMAGES
 
 
 def test_blocks_are_dense_parts_of_one_shard(root, bucket, proxy, monkeypatch):

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 MIN_REQUESTS, MAX_REQUESTS = 8, 128  # in flight
+HEDGE_S, HEDGE_FACTOR = 1.0, 8.0  # a second request after this long, or after so many times the usual wait
 T = TypeVar("T")
+
+
+@dataclass
+class Counts:
+    """What was asked for: requests, bytes, and second requests for what was slow to come."""
+
+    requests: int = 0
+    bytes: int = 0
+    hedged: int = 0
 
 
 class Workers:
@@ -83,3 +93,61 @@ class Pace:
             return limit
         self.best = rate
         return min(2 * limit, MAX_REQUESTS)
+
+
+class RequestPool:
+    """Requests in flight: how many there may be adapts to what makes the bytes come faster.
+
+    Attributes:
+        changed: notified whenever a request ends; also the lock of those who use the pool.
+        counts: of requests from the moment they are made.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.counts = Counts()
+        self._in_flight, self._limit, self._pace = 0, MIN_REQUESTS, Pace()
+        self._workers = Workers(MAX_REQUESTS, "podscale-fetch")
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a request takes unusually long."""
+        return max(HEDGE_S, HEDGE_FACTOR * self._pace.usual_wait)
+
+    def wait_for_turn(self, is_over: Callable[[], bool]) -> bool:
+        """Wait until another request may be made; return False if it is over."""
+        with self.changed:
+            self.changed.wait_for(lambda: is_over() or self._in_flight < self._limit)
+            return not is_over()
+
+    def submit(self, size: int, work: Callable[[], None]) -> None:
+        """Make a request for so many bytes in a thread: `work`, which raises nothing."""
+
+        def run() -> None:
+            start = time.monotonic()
+            work()
+            with self.changed:
+                self._in_flight -= 1
+                self._pace.add(time.monotonic() - start, size)
+                self.changed.notify_all()
+
+        with self.changed:
+            self._in_flight += 1
+            self.counts.requests += 1
+            self.counts.bytes += size
+        self._workers.submit(run)
+
+    def grow(self) -> None:
+        """Allow more requests in flight because a batch has to wait; fewer again if that did not help."""
+        with self.changed:
+            self._limit = self._pace.choose_limit(self._limit)
+            self.changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those who wait look again whether it is over."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads after what was submitted."""
+        self._workers.close()

@@ -169,7 +169,7 @@ def _fetch_ahead(requests: Sequence[Request_contra], maker: BatchMaker[Request_c
             samples = maker.list_samples(request)
             yield samples if index.cache is None else index.cache.find_missing(samples)
 
-    return FetchAhead(index.files, list_batches)
+    return FetchAhead(index.files, list_batches, CONCURRENT_BATCHES)
 
 
 _open_batches: "weakref.WeakSet[Batches]" = weakref.WeakSet()

@@ -132,10 +132,9 @@ def _measure_rate(files: _UncachedFiles) -> JsonObject:
             images, size = images + len(samples), size + int(files.table.lengths[samples].sum())
             if time.perf_counter() - start > PROBE_S:
                 break
-        seconds = time.perf_counter() - start
+        seconds, counts = time.perf_counter() - start, ahead.counts
     finally:
         ahead.close()
-    counts = ahead.counts  # of all requests, also those that were under way at the end
     rates = {"images_per_s": images / seconds, "bytes_per_s": size / seconds}
     return rates | {"requests_per_s": counts.requests / seconds, "requests": counts.requests, "hedged": counts.hedged}
 
