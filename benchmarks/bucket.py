@@ -11,7 +11,8 @@ until there are as many as asked for, in tars of 1,000. Each case is a process o
 pinned to core 1, and waits before every answer (libnginx-mod-http-echo) where latency is asked for. A case reads two
 passes of the training order as crops of 224 x 224: the first with empty caches, the second with what the first has
 left on disk. Printed are images per second of wall time, and milliseconds of this process's CPU time per image, which
-other programs on the machine disturb less. Before each case as many bytes as the data has are written and deleted,
+other programs on the machine disturb less. A machine's own speed changes from minute to minute, so the disk is measured
+before and after each case, and the case is compared with the mean of both. Before each case as many bytes as the data has are written and deleted,
 since a virtual machine's memory is slow when it is first used. The index is made beforehand, and so are the files
 that a peer reads instead of tars; `bucket_index.py` times the index.
 """
@@ -25,6 +26,7 @@ import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -230,40 +232,58 @@ def show(name: str, results: list[Result], base: list[Result]) -> None:
         )
 
 
-def take_best(results: list[list[Result]]) -> list[Result]:
-    """Return each pass's best figures of several runs: what disturbs a run only makes it slower."""
-    return [
-        {"images_per_s": max(run["images_per_s"] for run in runs), "cpu_ms": min(run["cpu_ms"] for run in runs)}
-        for runs in zip(*results, strict=True)
-    ]
+def average(first: list[Result], second: list[Result]) -> list[Result]:
+    """Return the mean figures of each pass of two runs."""
+    return [{name: (a[name] + b[name]) / 2 for name in a} for a, b in zip(first, second, strict=True)]
+
+
+def show_medians(cases: dict[str, list[tuple[list[Result], list[Result]]]]) -> None:
+    """Print the median of each case's figures, and of its ratios to the disk, with their range."""
+    for name, runs in cases.items():
+        for number in range(len(runs[0][0])):
+            passes = [(result[number], base[number]) for result, base in runs]
+            rates = sorted(result["images_per_s"] / base["images_per_s"] for result, base in passes)
+            cpu = sorted(base["cpu_ms"] / result["cpu_ms"] for result, base in passes)
+            speed, ms = (statistics.median(result[key] for result, _ in passes) for key in ("images_per_s", "cpu_ms"))
+            print(
+                f"{name:28} pass {number + 1}: {speed:7.1f} images/s ({statistics.median(rates):6.1%} of disk, "
+                f"{rates[0]:.1%} to {rates[-1]:.1%}), {ms:6.3f} ms CPU an image ({statistics.median(cpu):6.1%}, "
+                f"{cpu[0]:.1%} to {cpu[-1]:.1%})"
+            )
 
 
 def measure_all(arguments: argparse.Namespace, root: Path) -> None:
-    """Measure the disk, then each latency with Podscale and each peer, as often as asked for."""
-    results: dict[str, list[list[Result]]] = {}
+    """Measure each latency with Podscale and each peer, as often as asked for, and the disk before and after each."""
+    cases: dict[str, list[tuple[list[Result], list[Result]]]] = {}
 
-    def measure(name: str, run: Callable[[Path], list[Result]]) -> None:
+    def measure(name: str, run: Callable[[Path], list[Result]]) -> list[Result]:
         shutil.rmtree(root / "cache", ignore_errors=True)
         warm_memory(root)
         try:
-            result = run(root / "cache")
+            return run(root / "cache")
         except (subprocess.CalledProcessError, StopIteration) as error:
             print(f"{name}: left out, it failed: {error}", flush=True)
-            return
-        results.setdefault(name, []).append(result)
-        show(name, result, results["disk"][-1])
+            return []
 
-    for _ in range(arguments.repeats):
-        measure("disk", functools.partial(run_podscale, str(root / "tars")))
-        for latency in arguments.latency_ms:
-            with serve(root, latency) as address:
-                measure(f"Podscale, {latency} ms", functools.partial(run_podscale, f"{address}/tars"))
-                for kind, name in PEER_NAMES.items() if arguments.peers else ():
-                    measure(f"{name}, {latency} ms", functools.partial(run_peer, kind, arguments, address))
-    if arguments.repeats > 1:
-        print(f"best of {arguments.repeats} runs:")
-        for name, runs in results.items():
-            show(name, take_best(runs), take_best(results["disk"]))
+    def measure_disk() -> list[Result]:
+        result = measure("disk", functools.partial(run_podscale, str(root / "tars")))
+        show("disk", result, result)
+        return result
+
+    before = measure_disk()
+    for latency in arguments.latency_ms * arguments.repeats:
+        with serve(root, latency) as address:
+            runs = {f"Podscale, {latency} ms": functools.partial(run_podscale, f"{address}/tars")}
+            for kind, name in PEER_NAMES.items() if arguments.peers else ():
+                runs[f"{name}, {latency} ms"] = functools.partial(run_peer, kind, arguments, address)
+            for name, run in runs.items():
+                result, after = measure(name, run), measure_disk()
+                if result:
+                    cases.setdefault(name, []).append((result, average(before, after)))
+                    show(name, *cases[name][-1])
+                before = after
+    print(f"medians of {arguments.repeats} runs:")
+    show_medians(cases)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 It is in the user's cache folder, in a folder per state of a data set, named by its ETags. A process appends what it
 fetches to a file of its own (`SPLIT-TOKEN.pack`) and then an entry to another (`SPLIT-TOKEN.entries`); it reads the
-files of all. An entry is used only if its bytes are all there and their CRC-32 is right, which is checked once per
+files of all. An entry is used only if its bytes are all there and their XXH3 is right, which is checked once per
 process, so a killed process or a damaged disk costs a request and never a pixel.
 
 All data sets together take at most half of the disk space that would be free without them, or $PODSCALE_DISK_CACHE_GIB
@@ -16,7 +16,6 @@ import shutil
 import threading
 import uuid
 import weakref
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ LIMIT_VARIABLE = "PODSCALE_DISK_CACHE_GIB"
 FREE_SHARE = 0.5
 MAX_QUEUED_BYTES = 2**26  # that wait to be written; while the disk is slower than the bucket, some are not cached
 BYTES_PER_CHECK = 2**26  # written between two looks at how much space all processes take
-ENTRY = np.dtype([("sample", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("crc", "<u4"), ("check", "<u4")])
+ENTRY = np.dtype([("sample", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("digest", "<u8"), ("check", "<u4")])
 
 
 class DiskCache:
@@ -61,7 +60,7 @@ class DiskCache:
         self._packs: list[int] = []  # descriptors
         n = len(lengths)
         self._pack, self._offsets = np.full(n, -1, np.int32), np.zeros(n, np.int64)
-        self._crcs, self._is_verified = np.zeros(n, np.uint32), np.zeros(n, bool)
+        self._digests, self._is_verified = np.zeros(n, np.uint64), np.zeros(n, bool)
         for path in sorted(folder.glob(f"{split}-*.entries")):
             self._load(path)
         self._own: _PackWriter | None = None
@@ -87,7 +86,7 @@ class DiskCache:
                 data = os.pread(descriptor, int(self._lengths[sample]), offset)
             except OSError:
                 data = b""
-            if len(data) != self._lengths[sample] or zlib.crc32(data) != self._crcs[sample]:
+            if len(data) != self._lengths[sample] or compute_digest(data) != self._digests[sample]:
                 self._pack[sample] = -1
                 return None
             self._is_verified[sample] = True
@@ -142,9 +141,9 @@ class DiskCache:
         if pack is None:
             return
         writer, start = pack
-        crcs = [zlib.crc32(data[first:last]) for first, last in bounds]
+        digests = [compute_digest(data[first:last]) for first, last in bounds]
         offsets = start + np.array([first for first, _ in bounds], np.int64)
-        writer.write(start, data, self._numbers[samples], offsets, self._lengths[samples], crcs)
+        writer.write(start, data, self._numbers[samples], offsets, self._lengths[samples], digests)
         self._offsets[samples] = offsets
         self._is_verified[samples] = True
         self._pack[samples] = self._packs.index(writer.descriptor)
@@ -182,7 +181,7 @@ class DiskCache:
         self._packs.append(descriptor)
         self._descriptors.append(descriptor)
         self._pack[samples] = len(self._packs) - 1
-        self._offsets[samples], self._crcs[samples] = entries["offset"], entries["crc"]
+        self._offsets[samples], self._digests[samples] = entries["offset"], entries["digest"]
 
 
 class _PackWriter:
@@ -209,16 +208,27 @@ class _PackWriter:
         numbers: NDArray[np.int64],
         offsets: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        crcs: list[int],
+        digests: list[int],
     ) -> None:
         """Write bytes, then the entries of the samples in them."""
         at = 0
         while at < len(data):
             at += os.pwrite(self.descriptor, data[at:], start + at)
         entries = np.zeros(len(numbers), ENTRY)
-        entries["sample"], entries["offset"], entries["length"], entries["crc"] = numbers, offsets, lengths, crcs
+        entries["sample"], entries["offset"], entries["length"], entries["digest"] = numbers, offsets, lengths, digests
         entries["check"] = _compute_check(entries)
         os.write(self.entries, entries.tobytes())
+
+
+def compute_digest(data: bytes | memoryview) -> int:
+    """Return the XXH3 of some bytes, which takes a twentieth of the time of zlib's CRC-32.
+
+    >>> f"{compute_digest(b''):x}"
+    '2d06800538d394c2'
+    """
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -229,7 +239,7 @@ def _close_all(descriptors: list[int]) -> None:
 def _compute_check(entries: NDArray[Any]) -> NDArray[np.uint32]:
     """Return a number per entry that tells a whole entry from one that was cut off or overwritten."""
     mixed = np.zeros(len(entries), np.uint64)
-    for name in ("sample", "offset", "length", "crc"):
+    for name in ("sample", "offset", "length", "digest"):
         mixed = (mixed ^ entries[name].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(32)).astype(np.uint32)
 

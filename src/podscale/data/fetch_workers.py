@@ -10,6 +10,7 @@ from typing import TypeVar
 
 MIN_REQUESTS, MAX_REQUESTS = 8, 128  # in flight
 HEDGE_S, HEDGE_FACTOR = 1.0, 8.0  # a second request after this long, or after so many times the usual wait
+MIN_ROUND_S = 0.03  # between two decisions how many requests may be in flight
 T = TypeVar("T")
 
 
@@ -74,21 +75,27 @@ class Pace:
     """How fast bytes come: what decides how many requests are in flight."""
 
     usual_wait: float = 0.0  # seconds of a request, smoothed
+    requests: int = 0  # since the last decision
     bytes: int = 0
     since: float = field(default_factory=time.monotonic)
     best: float = 0.0  # bytes per second under the limit before
 
     def add(self, seconds: float, count: int) -> None:
         self.usual_wait = seconds if not self.usual_wait else 0.9 * self.usual_wait + 0.1 * seconds
+        self.requests += 1
         self.bytes += count
 
     def choose_limit(self, limit: int) -> int:
-        """Return the next limit: twice the present one if the last increase made bytes come faster by a tenth."""
+        """Return the next limit: twice the present one if the last increase made bytes come faster by a quarter.
+
+        It is decided after as many answers as the limit allows requests, which is about as long as one request takes:
+        a store that is far away is used fully after a few times its latency.
+        """
         elapsed = time.monotonic() - self.since
-        if elapsed < max(4 * self.usual_wait, 0.1) or not self.bytes:
+        if self.requests < limit or elapsed < MIN_ROUND_S:
             return limit
-        rate, self.bytes, self.since = self.bytes / elapsed, 0, time.monotonic()
-        if rate < 1.1 * self.best:
+        rate, self.requests, self.bytes, self.since = self.bytes / elapsed, 0, 0, time.monotonic()
+        if rate < 1.25 * self.best:
             self.best = max(self.best * 0.95, rate)
             return limit
         self.best = rate

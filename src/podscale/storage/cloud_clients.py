@@ -26,12 +26,13 @@ def make_client(location: Location) -> Any:
     """Return obstore's client of a bucket or web server.
 
     Raises:
-        UserError: obstore is not installed, or the configuration makes no sense.
+        UserError: obstore or xxhash is not installed, or the configuration makes no sense.
     """
     try:
+        import xxhash  # noqa: F401 (for the disk cache; better now than after the index)
         from obstore import exceptions, store
     except ImportError as error:
-        raise UserError(f"{location} needs obstore; install it: pip install 'podscale[cloud]'") from error
+        raise UserError(f"{location} needs {error.name}; install it: pip install 'podscale[cloud]'") from error
     environment = os.environ
     limits: dict[str, Any] = {"client_options": _make_client_options(location), "retry_config": _make_retry_config()}
     try:
