@@ -195,8 +195,30 @@ def load_batches(index):
     return loader.load_eval_batches(index, recipe, sharding, 6)
 
 
-def test_on_a_cpu_memory_is_never_reused(index):
-    """Arrays keep their values, though they may share the memory that the loader wrote to."""
+@pytest.mark.parametrize("kept", [1, 3])
+def test_on_a_cpu_memory_is_reused_once_no_array_refers_to_it(kept):
+    """Arrays keep their values, and so does what was computed from them and views of them."""
+    device = jax.devices()[0]
+    staging, arrays, addresses = Staging(device), [], set()
+    for number in range(50):
+        memory = staging.take((1, 4, 64, 64, 3))
+        addresses.add(get_address(memory))
+        memory[:] = number
+        array = jax.device_put(memory[0], device)
+        arrays.append((number, array, np.asarray(array)[1:, ::2]))
+        del memory, array
+        arrays = arrays[-kept:]
+        for value, array, view in arrays:
+            assert np.all(np.asarray(array) == value)
+            assert np.all(view == value)
+            del array, view
+    assert len(addresses) <= kept + 2
+    staging.close()
+    assert all(np.all(view == value) for value, _, view in arrays)
+
+
+def test_on_a_cpu_batches_that_are_kept_keep_their_values(index):
+    """They may share the memory that the loader wrote to."""
     with load_batches(index) as batches:
         results = list(batches)
     assert len(results) == 10
