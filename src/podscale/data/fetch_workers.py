@@ -8,9 +8,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from podscale.processes.host import count_usable_cores
+
 MIN_REQUESTS, MAX_REQUESTS = 8, 128  # in flight
 HEDGE_S, HEDGE_FACTOR = 1.0, 8.0  # a second request after this long, or after so many times the usual wait
 MIN_ROUND_S = 0.03  # between two decisions how many requests may be in flight
+BUSY_SHARE = 0.8  # of the cores' time, from which on more requests in flight are of no use
 T = TypeVar("T")
 
 
@@ -79,6 +82,8 @@ class Pace:
     bytes: int = 0
     since: float = field(default_factory=time.monotonic)
     best: float = 0.0  # bytes per second under the limit before
+    cpu_s: float = field(default_factory=time.process_time)
+    cores: int = field(default_factory=count_usable_cores)
 
     def add(self, seconds: float, count: int) -> None:
         self.usual_wait = seconds if not self.usual_wait else 0.9 * self.usual_wait + 0.1 * seconds
@@ -89,13 +94,15 @@ class Pace:
         """Return the next limit: twice the present one if the last increase made bytes come faster by a quarter.
 
         It is decided after as many answers as the limit allows requests, which is about as long as one request takes:
-        a store that is far away is used fully after a few times its latency.
+        a store that is far away is used fully after a few times its latency. While this process keeps its cores busy,
+        more requests would only take more memory.
         """
-        elapsed = time.monotonic() - self.since
+        elapsed, used = time.monotonic() - self.since, time.process_time() - self.cpu_s
         if self.requests < limit or elapsed < MIN_ROUND_S:
             return limit
-        rate, self.requests, self.bytes, self.since = self.bytes / elapsed, 0, 0, time.monotonic()
-        if rate < 1.25 * self.best:
+        rate, self.requests, self.bytes = self.bytes / elapsed, 0, 0
+        self.since, self.cpu_s = self.since + elapsed, self.cpu_s + used
+        if used > BUSY_SHARE * elapsed * self.cores or rate < 1.25 * self.best:
             self.best = max(self.best * 0.95, rate)
             return limit
         self.best = rate
