@@ -12,9 +12,9 @@ pinned to core 1, and waits before every answer (libnginx-mod-http-echo) where l
 passes of the training order as crops of 224 x 224: the first with empty caches, the second with what the first has
 left on disk. Printed are images per second of wall time, and milliseconds of this process's CPU time per image, which
 other programs on the machine disturb less. A machine's own speed changes from minute to minute, so the disk is measured
-before and after each case, and the case is compared with the mean of both. Before each case as many bytes as the data has are written and deleted,
-since a virtual machine's memory is slow when it is first used. The index is made beforehand, and so are the files
-that a peer reads instead of tars; `bucket_index.py` times the index.
+before and after each case, and the case is compared with the mean of both. Before each case as many bytes as the data
+has are written and deleted, since a virtual machine's memory is slow when it is first used. The index is made
+beforehand, and so are the files that a peer reads instead of tars; `bucket_index.py` times the index.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Which ranges of objects to ask a bucket for: single samples with their neighbours, or whole blocks of a shard.
 
 Each request costs CPU time that decoding needs. So where most of a shard is needed soon, and the disk cache has space,
-the shard is fetched in blocks of about a megabyte, each by one request and one write.
+the shard is fetched in blocks of about two megabytes, each by one request and one write.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from podscale.data.bucket_files import BucketFiles, ByteRange
 from podscale.storage.cloud import merge_ranges
 
 HORIZON_BYTES = 2**31  # of samples to come that are looked at to find blocks
-BLOCK_BYTES = 2**20  # larger ones, several at once, do not fit the processor's cache between socket and file
+BLOCK_BYTES = 2**21  # larger ones, several at once, do not fit the processor's cache between socket and file
 MIN_DENSITY = 0.75  # share of a block's bytes that are needed
 
 
