@@ -36,14 +36,15 @@ class BlockFetcher:
         """Decide which blocks to fetch whole, by the samples of the next batches, unless that is decided already."""
         if self._blocks is not None:
             return
-        is_needed, size = np.zeros(len(self._files.table), bool), 0
+        is_needed, size, count = np.zeros(len(self._files.table), bool), 0, 0
         for samples in batches:
             new = np.unique(samples)
             new = new[~is_needed[new]]
             new = new[self._cache.find_all(new)[0]]
             is_needed[new] = True
             size += int(self._files.table.lengths[new].sum())
-            if size > HORIZON_BYTES:
+            count += len(samples)
+            if size > HORIZON_BYTES or count >= len(is_needed):  # about a pass: the next one needs the same samples
                 break
         if self._cache.has_space(size):
             blocks = find_blocks(self._files, np.flatnonzero(is_needed))
