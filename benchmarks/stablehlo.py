@@ -1,8 +1,9 @@
 """Normalize lowered StableHLO modules, so that two versions of a program can be compared by digest.
 
 * strict: SHA-256 of the module's text, without locations, without jax.arg_info and jax.result_info, with all functions,
-  meshes, mesh axes and the module renamed in order of appearance. Mosaic GPU kernels are embedded in the module as MLIR
-  bytecode that holds Python names and line numbers; they are parsed, printed without locations and renamed likewise.
+  meshes, mesh axes and the module renamed in order of appearance, and without mesh axes of one device. Mosaic GPU
+  kernels are embedded in the module as MLIR bytecode that holds Python names and line numbers; they are parsed, printed
+  without locations and renamed likewise.
 * loose: SHA-256 of the graph from arguments to results, independent of the order of operations, with calls of functions
   inlined and equal operations merged. Where only the strict digests differ, something moved into or out of a function
   or is listed in another order: what is computed is the same.
@@ -104,9 +105,21 @@ def normalize_text(text: str) -> str:
         lambda m: m[0] if m[1] else symbols.get(m[2], m[0]),
         text,
     )
+    text = drop_trivial_axes(text)
     meshes = re.findall(r"sdy\.mesh @s\d+ = <\[([^\]]*)\]", text)
     axes = {name: f"a{number}" for number, name in enumerate(re.findall(r'"([^"]*)"=', ",".join(meshes)))}
     return re.sub(r'"([\w-]+)"', lambda m: f'"{axes.get(m[1], m[1])}"', text)
+
+
+def drop_trivial_axes(text: str) -> str:
+    """Leave out mesh axes of one device, which divide nothing."""
+    sizes = dict(re.findall(r'"([^"]*)"=(\d+)', ",".join(re.findall(r"sdy\.mesh @s\d+ = <\[([^\]]*)\]", text))))
+    trivial = "|".join(re.escape(name) for name, size in sizes.items() if size == "1")
+    if not trivial or len(set(sizes.values())) == 1:  # a mesh of one device keeps its first axis
+        trivial = "|".join(re.escape(name) for name in list(sizes)[1:] if sizes[name] == "1")
+    for item in (rf'\{{name = "(?:{trivial})", size = 1 : i64\}}', rf'"(?:{trivial})"(?:=1)?'):
+        text = re.sub(rf"{item}, |, {item}(?=[\]}}])|{item}(?=[\]}}])", "", text) if trivial else text
+    return text
 
 
 def digest(text: str) -> str:
