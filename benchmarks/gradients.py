@@ -78,7 +78,7 @@ def compute_gradients(arguments: argparse.Namespace, method: str, fused: str) ->
         "schedule.decay": "constant",
     } | dict(field.split("=", 1) for field in arguments.set)
     recipe = recipes.override_recipe(recipes.load_recipe(arguments.recipe), fields)
-    prepared = setup.prepare(recipe, pods.find_pod(), Options(fused=fused, steps_per_call=1, cache="off"))
+    prepared = setup.prepare(recipe, pods.find_pod(), Options(fused=fused, steps_per_call=1, cache="none"))
     prepared = setup.load_initial_weights(prepared)[0] if recipe.model.init else prepared
     prepared = fill_zeros(prepared)
     call = compilation.compile_train_step(prepared)

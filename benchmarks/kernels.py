@@ -23,7 +23,7 @@ import numpy as np
 from podscale.kernels import fused
 from podscale.kernels.blocking import BLOCKS, ROWS, Product, choose_blocking
 from podscale.kernels.fused import RawOutput
-from podscale.kernels.layer_spec import HOPPER, REFERENCE, LayerSpec
+from podscale.kernels.layer_spec import HOPPER, REFERENCE, Kernels, LayerSpec
 
 WIDTHS = (64, 128, 256, 512)  # of the four stages; the map's side is 1/4, 1/8, 1/16, 1/32 of the image's
 # What precedes a convolution: nothing, batch norm, batch norm and a shortcut, a shortcut with its own batch norm.
@@ -118,7 +118,7 @@ def sample_layer(images: int, side: int, inputs: int, outputs: int, span: int, b
 
 
 def apply_layer(
-    kernels: str,
+    kernels: Kernels,
     keep_input: bool,
     x: Any,
     affine: Any,
@@ -138,13 +138,13 @@ def apply_layer(
     return (y if keep_input else None), z.values, z.sums, z.factor
 
 
-def run_forward(kernels: str, *arguments: Any) -> Any:
+def run_forward(kernels: Kernels, *arguments: Any) -> Any:
     """Return the outputs of a layer; `arguments` are those of `sample_layer`."""
     *inputs, (dy, *_, factor) = arguments
     return apply_layer(kernels, dy is not None, *inputs, factor.shape[0])
 
 
-def run_both_ways(kernels: str, *arguments: Any) -> Any:
+def run_both_ways(kernels: Kernels, *arguments: Any) -> Any:
     """Return the outputs and the gradients of a layer; `arguments` are those of `sample_layer`."""
     *inputs, cotangents = arguments
     keep_input, groups = cotangents[0] is not None, cotangents[-1].shape[0]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from input_peers import Task, pillow
+from input_peers import Task, make_pillow
 
 from podscale.data import crop, decode
 from podscale.data.index.dataset import Index, open_index
@@ -113,7 +113,7 @@ def make_podscale_pass(index: Index, size: int) -> Callable[[], None]:
 
 def make_pillow_pass(index: Index, size: int) -> Callable[[], None]:
     """Return a function that crops every image of the index once, by Pillow as torchvision uses it."""
-    crop_with_pillow, out = pillow(), np.zeros((len(index), size, size, 3), np.uint8)
+    crop_with_pillow, out = make_pillow(), np.zeros((len(index), size, size, 3), np.uint8)
     task = Task([index.name(sample) for sample in range(len(index))], *compute_boxes(index, size), size)
     return lambda: crop_with_pillow(task, out)
 
