@@ -139,6 +139,7 @@ def _run_session(request: Request) -> JsonObject:
             if run.events.run.summary():
                 return run.accounts.load_past_summary()
             run.events.report_end(run.start)  # it was killed after its last checkpoint, and before its summary
+            run.accounts.ensure_summary()
             return run.accounts.summary
         try:
             with StopRequest(run.start) as stop, heartbeat.fail_together(*SHARED_ERRORS):
@@ -149,6 +150,7 @@ def _run_session(request: Request) -> JsonObject:
             raise
         except DivergenceError as error:
             raise handle_divergence(error, run.program, run.events.run, run.checkpoints) from None
+        run.accounts.ensure_summary()
         return run.accounts.summary
 
 

@@ -29,6 +29,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
     from podscale.training import loop
     from podscale.training.checkpoint import LastCheckpointNotSavedError
     from podscale.training.program_cache import enable_program_cache
+    from podscale.training.reporters.accounts import SummaryNotSavedError
 
     problem = enable_program_cache()
     find_pod, options = join_processes(arguments), read_options(arguments)
@@ -53,7 +54,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
         if str(error):
             raise
         raise _explain_interrupt(Run(resolve_folder(arguments.run or Run.default_folder(recipe)), recipe)) from None
-    except LastCheckpointNotSavedError as error:
+    except (LastCheckpointNotSavedError, SummaryNotSavedError) as error:
         summary, message = error.summary, str(error)
     if is_main_process():
         terminal.show_summary(summary, console)

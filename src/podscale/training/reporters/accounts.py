@@ -1,5 +1,6 @@
 """The accounts of a run: its evaluations, where its time went, and the summary in the end."""
 
+import time
 from dataclasses import dataclass
 
 from podscale.config.json_types import JsonObject
@@ -16,6 +17,7 @@ from podscale.runs.startup import clock as start_clock
 from podscale.storage.files import to_json, write_atomically
 
 Line = JsonObject  # of a run's journal
+SUMMARY_WAIT_S, RETRY_S = 30.0, 1.0  # for a disk that is full in the end
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class Session:
         return [line for line in self.run.metrics() if line["step"] <= self.start] if self.start else []
 
 
+class SummaryNotSavedError(UserError):
+    """A run has come to its end and saved its state, but its summary, which is here, could not be written."""
+
+    def __init__(self, message: str, summary: Line) -> None:
+        super().__init__(message)
+        self.summary = summary
+
+
 class Accounts:
     """Keeps the evaluations of a run, notes where the time went at every checkpoint, and writes the summary.
 
@@ -59,6 +69,7 @@ class Accounts:
         self._updates = 0
         self._scores: Line = {}  # of the last evaluation, in the main process
         self.summary: Line = {}
+        self._is_summary_written = False
 
     def __call__(self, event: Event) -> bool:
         """Take an event into account; return whether the stop condition is met."""
@@ -73,9 +84,33 @@ class Accounts:
             self._history.record(event.step, self._session.ledger.get_phases())
         elif event.kind == "end":
             self.summary = self._summarize_session(event.step, event.values["seconds"])
-            if is_main_process():
-                write_atomically(self._session.run.folder / "summary.json", to_json(self.summary, indent=1))
+            self._write_summary()
         return self.is_target_reached()
+
+    def _write_summary(self) -> None:
+        if is_main_process():
+            write_atomically(self._session.run.folder / "summary.json", to_json(self.summary, indent=1))
+            self._is_summary_written = True
+
+    def ensure_summary(self) -> None:
+        """Write the summary if that failed at the end of the run, as soon as the disk takes it.
+
+        Raises:
+            SummaryNotSavedError: it was not taken for `SUMMARY_WAIT_S`.
+        """
+        deadline_s = time.monotonic() + SUMMARY_WAIT_S
+        while is_main_process() and not self._is_summary_written:
+            try:
+                self._write_summary()
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    raise SummaryNotSavedError(
+                        f"{self._session.run.where} did not accept summary.json for {SUMMARY_WAIT_S:.0f} s: "
+                        f"{error.strerror or error}; the last checkpoint is there: free space, and the same command "
+                        "writes what is missing",
+                        self.summary,
+                    ) from None
+                time.sleep(RETRY_S)
 
     def is_target_reached(self) -> bool:
         """Whether an evaluation has met the stop condition."""
