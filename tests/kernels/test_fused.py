@@ -55,6 +55,7 @@ def select_inputs(kind, numbers):
     )
 
 
+@partial(jax.jit, static_argnames="kind")
 def compute_by_definition(kind, numbers):
     """Return outputs and gradients in float64, each step written out and differentiated by JAX."""
     numbers = jax.tree.map(lambda v: v.astype(jnp.float64), numbers)
@@ -83,6 +84,7 @@ def compute_by_definition(kind, numbers):
     return outputs, pull((numbers["dy"], dz, numbers["dsums"]))
 
 
+@partial(jax.jit, static_argnames=("kind", "kernels"))
 def compute_by_layers(kind, numbers, kernels):
     """Return outputs and gradients of a fused layer."""
     spec = LayerSpec(numbers["factor"].shape[0], keep_input=True, kernels=kernels)
@@ -101,6 +103,7 @@ def compute_by_layers(kind, numbers, kernels):
     return (y, z, sums), (dx, *others)
 
 
+@partial(jax.jit, static_argnames="kind")
 def apply_factors(kind, numbers, gradients):
     """Multiply gradients by raw arrays, which come without their factors, by these factors."""
     dx, daffine, dshortcut, dshortcut_affine, dkernel = gradients

@@ -1,5 +1,7 @@
 """Bias and GELU: the Pallas kernels, interpreted, against exact GELU in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from podscale.kernels import gelu
 from podscale.kernels.layer_spec import INTERPRET, REFERENCE
 
 
+@partial(jax.jit, static_argnames="kernels")
 def pull_back(kernels, z, bias, gradient):
     value, pull = jax.vjp(lambda z, bias: gelu.add_bias_and_gelu(kernels, z, bias), z, bias)
     return value, *pull(gradient)

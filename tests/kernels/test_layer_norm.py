@@ -1,5 +1,7 @@
 """Residual sums with layer norm: the reference against flax and NumPy, the Pallas kernels, interpreted, against it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from podscale.kernels import layer_norm
 from podscale.kernels.layer_spec import INTERPRET, REFERENCE, TRITON
 
 EPSILON = 1e-6
-SHAPES = [(2, 13, 128), (3, 21, 96)]  # blocks of 4 and 16 rowsthat divide neither
+SHAPES = [(2, 13, 128), (3, 21, 96)]  # blocks of 4 and 16 rows that divide neither
 
 
 def sample(shape, dtype=jnp.bfloat16):
@@ -31,6 +33,7 @@ def apply(kernels, has_branch=True, copies=1):
     return function
 
 
+@partial(jax.jit, static_argnames=("kernels", "has_branch", "copies"))
 def pull_back(kernels, arrays, parameters, has_branch=True, copies=1):
     x, y, ds, dh = arrays
     values, pull = jax.vjp(apply(kernels, has_branch, copies), x, y, *parameters)
