@@ -149,7 +149,7 @@ def test_the_path_of_the_data_may_change(undisturbed, recipe):
 def test_a_target_that_was_already_reached_needs_no_training(recipe, tmp_path):
     for _ in range(2):
         summary = loop.train(
-            recipe, pod=make_torus("1x1"), folder=tmp_path, until=StopCondition("accuracy", 0.0), console=QUIET
+            recipe, pod=make_torus(), folder=tmp_path, until=StopCondition("accuracy", 0.0), console=QUIET
         )
         assert (summary["steps"], summary["reached"]) == (12, True)
 
@@ -185,19 +185,15 @@ def test_resume_after_sigkill_is_bit_identical(tmp_path):
 
 @pytest.mark.heavy
 def test_a_target_that_is_never_reached_is_reported(recipe, tmp_path):
-    short = recipes.override_recipe(recipe, {"train.epochs": 0.2})
     summary = loop.train(
-        short, pod=make_torus("1x1"), folder=tmp_path, until=StopCondition.parse("accuracy=1.0"), console=QUIET
+        recipe, pod=make_torus(), folder=tmp_path, until=StopCondition.parse("accuracy=1.0"), console=QUIET
     )
     assert (summary["reached"], summary["reached_s"]) == (False, None)
 
 
 @pytest.mark.heavy
 def test_a_target_counts_time_with_and_without_compilation(recipe, tmp_path):
-    short = recipes.override_recipe(recipe, {"train.epochs": 0.2})
-    summary = loop.train(
-        short, pod=make_torus("1x1"), folder=tmp_path, until=StopCondition.parse("top5=0"), console=QUIET
-    )
+    summary = loop.train(recipe, pod=make_torus(), folder=tmp_path, until=StopCondition.parse("top5=0"), console=QUIET)
     assert 0 < summary["reached_s"] < summary["reached_with_compile_s"]
     assert summary["reached_with_compile_s"] == pytest.approx(summary["reached_s"] + summary["compile_s"])
 
