@@ -22,5 +22,9 @@ def make_network(block, stages, precision, stem="conv7"):
     config = recipes.Model(stem=stem, width=8, precision=precision)
     net, params, stats = make_functional(ResNet(block, stages, config, 10, nnx.Rngs(0)))
     # Scales that start at 0 would hide errors of the layers before them.
-    params = jax.tree.map(lambda v: v + 0.3 * jnp.asarray(np.random.default_rng(v.size).normal(size=v.shape)), params)
-    return net, jax.tree.map(lambda v: v.astype(jnp.float64 if precision == "float64" else jnp.float32), params), stats
+    dtype = np.float64 if precision == "float64" else np.float32
+
+    def change(v):  # in NumPy, which compiles nothing
+        return jnp.asarray(np.asarray(v) + 0.3 * np.random.default_rng(v.size).normal(size=v.shape), dtype)
+
+    return net, jax.tree.map(change, params), stats
