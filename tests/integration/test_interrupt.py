@@ -81,7 +81,9 @@ def test_ctrl_c_during_garbage_collection_is_handled():
     assert (process.returncode, process.stderr) == (130, "")
 
 
-TINY = "--model.name resnet8 --model.stem small --model.width 8 --data.image_size 16".split()
+MODELS = str(Path(__file__).parents[1] / "support" / "register_small_models.py")
+TINY = ["--import", MODELS, *"--model.name small_resnet --model.stem small".split()]
+TINY += "--model.width 8 --data.image_size 16".split()
 
 
 def write_photos(root, side, count=16):
