@@ -190,7 +190,7 @@ def test_fused_activation_and_its_gradient_match_one_after_the_layer(values, spa
             return (y * dy).sum(), moments
 
         ours, expected = (
-            jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True)(x, scale, bias)
+            jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(x, scale, bias)
             for f in (activate_inside, activate_after)
         )
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
