@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 from rich.console import Console
+from support import small_models
 
 import podscale
 from podscale.config import fields
@@ -22,6 +23,9 @@ def registries(monkeypatch):
     """Registries that are restored afterwards."""
     for registry in (strategies.STRATEGIES, inputs.INPUTS, optimizers.RULES, fields.ADDED_CHOICES):
         monkeypatch.setattr(registry, "_parts", dict(registry))
+    small_models.register_models()
+    yield
+    small_models.unregister_models()
 
 
 # --- a summation strategy --------------------------------------------------------------------------------------------
@@ -89,7 +93,13 @@ class BestLoss:
 
 
 def train(folder, changes, options, limit):
-    small = {"model.width": 4, "train.epochs": 1, "train.eval_epochs": 0.25, "batch.span": 64}
+    small = {
+        "model.name": "small_resnet",
+        "model.width": 4,
+        "train.epochs": 1,
+        "train.eval_epochs": 0.25,
+        "batch.span": 64,
+    }
     recipe = podscale.load_recipe("digits").override(small | changes)
     reporter = BestLoss(limit)
     summary = podscale.train(
