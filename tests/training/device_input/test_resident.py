@@ -28,6 +28,7 @@ QUIET = Console(quiet=True)
 def make_small_recipe(**changes):
     """Return a recipe of a few updates of a tiny network, with random augmentation on the device as well."""
     settings = {
+        "model.name": "small_resnet",
         "model.width": 8,
         "batch.size": 64,
         "batch.span": 16,
