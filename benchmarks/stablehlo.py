@@ -118,7 +118,8 @@ def drop_trivial_axes(text: str) -> str:
     if not trivial or len(set(sizes.values())) == 1:  # a mesh of one device keeps its first axis
         trivial = "|".join(re.escape(name) for name in list(sizes)[1:] if sizes[name] == "1")
     for item in (rf'\{{name = "(?:{trivial})", size = 1 : i64\}}', rf'"(?:{trivial})"(?:=1)?'):
-        text = re.sub(rf"{item}, |, {item}(?=[\]}}])|{item}(?=[\]}}])", "", text) if trivial else text
+        for pattern in (rf", {item}", rf"{item}, ", rf"{item}(?=[\]}}])") if trivial else ():
+            text = re.sub(pattern, "", text)
     return text
 
 
