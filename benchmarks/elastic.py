@@ -177,7 +177,7 @@ def read_losses(folder: Path) -> dict[int, float]:
 
 
 def compare_losses(disturbed: Path, folder: Path, steps: int) -> dict[int, float]:
-    """Train without disturbance; return by step the greatest relative difference up to it: rounding grows in training."""
+    """Train without disturbance; return the greatest relative difference up to several steps: it grows with them."""
     epochs = ["--train.epochs", str(steps / STEPS_PER_EPOCH), "--pod.virtual", "2x2"]
     command = [sys.executable, "-m", "podscale", "train", *RECIPE, *epochs, "--run", str(folder)]
     subprocess.run(command, env=make_environment(), check=True, capture_output=True)
