@@ -9,9 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
 
-# A file's tests stay in one process, so that what they share is made once. One process more than cores: some tests wait.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=20
+# A file's tests stay in one process, so that what they share is made once.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --durations=20
 UNIT := tests --ignore=tests/integration --ignore=tests/faults
 
 test-quick: $(VENV)/.installed-dev ## the unit tests, in two minutes

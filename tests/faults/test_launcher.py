@@ -30,6 +30,7 @@ from podscale.cli import main as cli
 from podscale.processes import launch
 
 number, at = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 started = []
 
 class SignallingPopen(subprocess.Popen):
