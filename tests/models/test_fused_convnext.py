@@ -1,33 +1,14 @@
 """ConvNeXts in fewer passes, by interpreted Pallas kernels: logits and gradients are those of the modules."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import gradients
 
 from podscale import recipe
 from podscale.kernels.layer_spec import INTERPRET, TRITON
 from podscale.models import convnext, fused_convnext
-from podscale.models.functional import make_functional
-from podscale.parallel.batch_norm import Groups
-
-
-def differentiate(model, kernels, keys=None):
-    """Return logits and gradients by name."""
-    net, params, stats = make_functional(model)
-    net, generator = net.use_kernels(kernels), np.random.default_rng(0)
-    params = jax.tree.map(lambda p: p + jnp.asarray(generator.normal(0, 0.1, p.shape), p.dtype), params)
-    images = jnp.asarray(generator.normal(size=(2, 32, 32, 3)), jnp.float32)
-    weights = jnp.asarray(generator.normal(size=(2, 10)), jnp.float32)
-
-    def compute(params):
-        logits, _ = net.train(params, stats, images, Groups(), keys)
-        return (logits * weights).sum(), logits
-
-    gradients, logits = jax.jit(jax.grad(compute, has_aux=True))(params)
-    leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    return {"logits": logits} | {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def compute_error(values, exact, name):
@@ -46,8 +27,8 @@ def test_a_fused_convnext_is_as_close_to_float32_as_modules_are(changes):
 
     keys = jax.random.split(jax.random.key(0), 2) if changes else None
     assert fused_convnext.can_fuse(build("bfloat16"), INTERPRET)
-    fused, modules = (differentiate(build("bfloat16"), kernels, keys) for kernels in (INTERPRET, None))
-    exact = differentiate(build("float32"), None, keys)
+    fused, modules = (gradients.differentiate(build("bfloat16"), kernels, 32, keys) for kernels in (INTERPRET, None))
+    exact = gradients.differentiate(build("float32"), None, 32, keys)
     assert fused.keys() == exact.keys()
     for name in exact:
         assert compute_error(fused, exact, name) < 2 * compute_error(modules, exact, name) + 2e-3, name

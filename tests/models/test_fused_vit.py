@@ -4,16 +4,14 @@ Pallas kernels are interpreted, and JAX's own attention takes the place of cuDNN
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import gradients
 
 from podscale import recipe
 from podscale.kernels.layer_spec import CUDNN, INTERPRET, REFERENCE, TRITON
 from podscale.models import fused_vit, vit
-from podscale.models.functional import make_functional
-from podscale.parallel.batch_norm import Groups
 
 SIZE = vit.Size(width=64, depth=2, heads=2)
 
@@ -31,20 +29,8 @@ def build(precision, **changes):
 
 def differentiate(precision, kernels, **changes):
     """Return logits and gradients by name."""
-    net, params, stats = make_functional(build(precision, **changes))
-    net, generator = net.use_kernels(kernels), np.random.default_rng(0)
-    params = jax.tree.map(lambda p: p + jnp.asarray(generator.normal(0, 0.1, p.shape), p.dtype), params)
-    images = jnp.asarray(generator.normal(size=(2, 16, 16, 3)), jnp.float32)
-    weights = jnp.asarray(generator.normal(size=(2, 10)), jnp.float32)
-    keys = jax.random.split(jax.random.key(0), 2) if changes.get("drop_path") else None
-
-    def compute(params):
-        logits, _ = net.train(params, stats, images, Groups(), keys)
-        return (logits * weights).sum(), logits
-
-    gradients, logits = jax.jit(jax.grad(compute, has_aux=True))(params)
-    leaves = jax.tree_util.tree_leaves_with_path(gradients)
-    return {"logits": logits} | {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    keys = jax.random.split(jax.random.key(0), gradients.IMAGES) if changes.get("drop_path") else None
+    return gradients.differentiate(build(precision, **changes), kernels, 16, keys)
 
 
 def compute_error(values, exact, name):
