@@ -213,12 +213,14 @@ def test_killed_during_a_save_it_resumes_from_the_bucket_with_an_empty_home(tmp_
             break
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
+    keys = [info.key for info in store.list("checkpoints") if info.key.endswith("/manifest.json")]
+    whole_steps = sorted({int(re.search(r"checkpoints/(\d+)-", key)[1]) for key in keys})
     second = start_training(processes, url, tmp_path / "home2")
     _, err = second.communicate(timeout=600)
     assert second.returncode == 0, err[-3000:]
     resumed = re.search(r"resuming after step (\d+)\b", err)
     assert resumed, err[-3000:]
-    assert 10 <= int(resumed[1]) < 68  # on a busy machine the kill comes late, but before the end
+    assert int(resumed[1]) in whole_steps[-2:]  # the last one may be whole, and not committed yet
     assert_same(url, tmp_path / "whole")
     manifests = [info.key for info in store.list("checkpoints") if info.key.endswith("manifest.json")]
     assert all(len(Manifest.from_bytes(bytes(store.read(key))).files) >= 1 for key in manifests)
