@@ -9,8 +9,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
 
-# A file's tests stay in one process, so that what they share is made once.
-PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --durations=20
+# A file's tests stay in one process, so that what they share is made once. Files run in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=20
 UNIT := tests --ignore=tests/integration --ignore=tests/faults
 
 test-quick: $(VENV)/.installed-dev ## the unit tests, in two minutes
@@ -20,7 +20,7 @@ test: $(VENV)/.installed-dev ## the tests
 	$(PYTEST)
 
 test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
-	$(PYTEST) -m "slow or not slow"
+	PODSCALE_TEST_XLA=newer $(PYTEST) -m "slow or not slow"
 
 SECONDS ?= 600
 SEED ?= 0

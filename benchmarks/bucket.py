@@ -119,6 +119,10 @@ def serve(root: Path, latency_ms: int):
         process = subprocess.Popen(command)
         try:
             for _ in range(200):
+                if process.poll() is not None:
+                    raise SystemExit(
+                        "nginx has ended; it needs its module for latency: apt install libnginx-mod-http-echo"
+                    )
                 try:
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
                     break

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 
 
 def make_state(megabytes: int, arrays: int) -> dict[str, jax.Array]:
@@ -38,7 +38,7 @@ def make_state(megabytes: int, arrays: int) -> dict[str, jax.Array]:
 
 class Ours:
     name = "podscale"
-    module = "podscale.training.checkpoint"
+    module = "podscale.training.checkpoint.checkpoints"
 
     def __init__(self, folder: Path) -> None:
         self._checkpoints = Checkpoints(folder, keep=2)

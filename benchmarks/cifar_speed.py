@@ -121,20 +121,20 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, steps_per_call: int) -> None:
         import jax
-        import numpy as np
 
         from podscale import pod as pods
         from podscale.config.options import Options
-        from podscale.training import compilation, evaluate, setup
+        from podscale.training import compilation, evaluate, setup, update_rule
         from podscale.training import step as steps
 
         pod, options = pods.find_pod(), Options(cache="device", steps_per_call=steps_per_call)
         images = len(setup.prepare(recipe, pod, options).data.val)
         self.setup = prepared = setup.prepare(recipe, pod, replace(options, eval_images=-(-images // pod.size)))
         (self.images,) = prepared.plan.input.place_residents(prepared.data.train.images, prepared.mesh)
-        call, state = compilation.make_train_call(prepared, takes_seed=True), prepared.describe_state()
+        call, state = compilation.make_train_call(prepared), prepared.describe_state()
         batch = steps.describe_call_arguments(prepared.plan, prepared.mesh)[:3]
-        lowered = call.lower(state, *batch, self.images, np.uint32(0))
+        scalars = update_rule.describe_scalars(prepared.plan, prepared.mesh)
+        lowered = call.lower(state, *batch, self.images, scalars)
         self.program = compilation.compile_program(lowered, prepared.plan, None)
         self.evaluate = evaluate.Evaluator(prepared)
         self.init_state: Callable[[Any], Any] = jax.jit(self._make_state, out_shardings=state.step.sharding)
@@ -175,17 +175,18 @@ class Trainer:
         import jax
         import numpy as np
 
-        from podscale.training import setup
+        from podscale.training import setup, update_rule
 
-        state = jax.block_until_ready(self.init_state(np.uint32(seed)))
         recipe = self.setup.plan.recipe.override({"train.seed": seed})
         prepared = replace(self.setup, plan=replace(self.setup.plan, recipe=recipe))
+        scalars = update_rule.place_scalars(prepared.plan, prepared.mesh)
+        state = jax.block_until_ready(self.init_state(np.uint32(seed)))
         start = time.perf_counter()
         with setup.load_train_batches(prepared, self._list_calls()) as batches:
             state = self._fit(prepared, state)
             for batch in batches:
                 count = np.int32(batch.count)
-                state, _ = self.program(state, batch.images, batch.labels, count, self.images, np.uint32(seed))
+                state, _ = self.program(state, batch.images, batch.labels, count, self.images, scalars)
             result = self.evaluate(state)
             seconds = time.perf_counter() - start
         return {"accuracy": result["accuracy"], "seconds": seconds}

@@ -4,11 +4,14 @@ Two tables. The first measures, each in a process of its own, what training from
 million samples costs before its first update: the index, the start, the input order and the first batch. The data sets
 are made up: tar shards of 10,000 samples each are links to one shard of 100 photos, and an index names every sample.
 The second measures what one host computes of pods of 1 to 4,096 hosts, which need not exist: the plan, the samples of
-the host's own positions out of a hundred million, and, on process 0 alone, a look at the signs of life of all.
+the host's own positions out of a hundred million, and, on process 0 alone, a look at the signs of life of all, a check
+of what all have published at the start, and of what all report of a checkpoint. These three ask JAX's store once each;
+what that takes is measured with a store of JAX's own on this machine.
 
     python benchmarks/growth.py [--samples 10000 1000000 100000000] [--hosts 1 16 256 4096] [--folder DIR]
 
-Times are of the processor, in user and kernel mode, so other programs change them little; a disk is not measured.
+Every time is given twice: seconds of the processor, in user and kernel mode and of all threads, which other programs
+change little; and in brackets seconds of the clock, which are those to wait for on a machine that does nothing else.
 A hundred million samples take 6 GB on disk below DIR, and 10 GB of memory, for a few minutes. `--scan` also scans real
 shards of 10 and 100 thousand samples.
 """
@@ -17,6 +20,7 @@ import argparse
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
@@ -26,16 +30,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
-from podscale import load_recipe, named_pod, pod
+from podscale import load_recipe, parse_pod, pod
 from podscale.data.index import catalog
 from podscale.data.index.bucket_index import INDEX_FILE
 from podscale.data.index.table import Strings, Table, Tables, save_tables
 from podscale.data.order import Order
 from podscale.plan import Counts, Plan, make_plan
-from podscale.processes import heartbeat
+from podscale.processes import handshake, heartbeat, private_jax, schedulers
+from podscale.processes.exchange import Exchange
+from podscale.processes.key_value_store import KeyValueStore
 from podscale.recipe import Recipe, override_recipe
 from podscale.training import setup
 
@@ -155,10 +162,10 @@ def measure_index(folder: Path, count: int) -> dict[str, str]:
     train, val = (make_table(n, listing.paths[split], places) for split, n in (("train", count), ("val", VALIDATION)))
     tables = Tables("tar", listing.portable_fingerprint, listing.classes, train, val)
     path = folder / INDEX_FILE
-    seconds = measure_seconds(lambda: save_tables(path, tables))
+    spent = measure_time(lambda: save_tables(path, tables))
     size = path.stat().st_size
     per_sample = size / (count + VALIDATION)
-    return {"index: bytes": f"{format_bytes(size)}, {per_sample:.0f} a sample", "index: write": format_seconds(seconds)}
+    return {"index: bytes": f"{format_bytes(size)}, {per_sample:.0f} a sample", "index: write": format_time(spent)}
 
 
 def measure_start(folder: Path, _: int) -> dict[str, str]:
@@ -166,50 +173,50 @@ def measure_start(folder: Path, _: int) -> dict[str, str]:
     recipe, device, rows = make_recipe(folder), pod.find_pod(virtual="1x1"), {}
     before = read_memory("RssAnon")
 
-    def note(name: str, seconds: float) -> None:
+    def note(name: str, spent: Seconds) -> None:
         memory = (
             f"{format_bytes(read_memory('RssAnon') - before)} held, {format_bytes(read_memory('VmHWM') - base)} peak"
         )
-        rows[name] = f"{format_seconds(seconds)}; {memory}"
+        rows[name] = f"{format_time(spent)}; {memory}"
 
-    base = read_memory("VmHWM")
-    clock = time.process_time()
+    base, start = read_memory("VmHWM"), Seconds.read()
     splits = setup.open_index(recipe.data)
-    note("open and verify the index", time.process_time() - clock)
-    clock = time.process_time()
+    note("open and verify the index", start.measure_since())
+    start = Seconds.read()
     splits.digest()
-    note("digest of the data, which all hosts compare", time.process_time() - clock)
+    note("digest of the data, which all hosts compare", start.measure_since())
     counts = Counts(len(splits.train), len(splits.val), len(splits.classes))
     program = setup.resolve(recipe, device, counts, data=splits)
-    clock = time.process_time()
+    start = Seconds.read()
     setup.cache_images(program)
-    note("decide whether the images fit the memory", time.process_time() - clock)
-    clock = time.process_time()
+    note("decide whether the images fit the memory", start.measure_since())
+    start = Seconds.read()
     calls = program.plan.calls()
-    note("list the calls of 3 epochs", time.process_time() - clock)
-    clock = time.process_time()
+    note("list the calls of 3 epochs", start.measure_since())
+    start = Seconds.read()
     with setup.load_train_batches(program, calls) as batches:
-        for number in range(1 + ROUNDS):
+        next(batches)
+        note(f"first batch of {BATCH}, one lane, and those read ahead", start.measure_since())
+        start = Seconds.read()
+        for _ in range(ROUNDS):
             next(batches)
-            if not number:
-                first = time.process_time() - clock
-                note(f"first batch of {BATCH}, one lane, and those read ahead", first)
-        note("each of the next five", (time.process_time() - clock - first) / ROUNDS)
+        cpu, wall = start.measure_since()
+        note("each of the next five", Seconds(cpu / ROUNDS, wall / ROUNDS))
     return rows
 
 
 def measure_order(_: Path, count: int) -> dict[str, str]:
     """Measure the input order alone: the first step of a pass, and a step in the middle of it."""
     order, before = Order(count, 1, BATCH, seed=0), read_memory("VmHWM")
-    clock = time.process_time()
+    start = Seconds.read()
     order.get_samples(0, np.arange(BATCH))
-    first, peak = time.process_time() - clock, read_memory("VmHWM") - before
+    first, peak = start.measure_since(), read_memory("VmHWM") - before
     step = count // BATCH // 2
-    later = measure_seconds(lambda: order.get_samples(step, np.arange(BATCH)))
-    per_sample = f"{1e9 * first / count:.0f} ns a sample"
+    later = measure_time(lambda: order.get_samples(step, np.arange(BATCH)))
+    per_sample = f"{1e9 * first.cpu / count:.0f} ns a sample"
     return {
-        "order: first step of a pass": f"{format_seconds(first)}, {per_sample}; {format_bytes(peak)} peak",
-        "order: a later step": format_seconds(later),
+        "order: first step of a pass": f"{format_time(first)}, {per_sample}; {format_bytes(peak)} peak",
+        "order: a later step": format_time(later),
     }
 
 
@@ -218,13 +225,13 @@ def measure_host(_: Path, hosts: int) -> dict[str, str]:
     values = {"data.lanes": 4096, "batch.size": GLOBAL_BATCH, "batch.span": 64, "train.epochs": 10}
     recipe = override_recipe(load_recipe("resnet50-imagenet-32k"), values)
     recipe = replace(recipe, data=replace(recipe.data, train_samples=0, val_samples=0))
-    described = named_pod(f"h100:{hosts}x8")
+    described = parse_pod(f"h100:{hosts}x8")
     counts = Counts(HUNDRED_MILLION, VALIDATION, CLASSES)
-    planning = measure_seconds(lambda: make_plan(recipe, described, counts))
+    planning = measure_time(lambda: make_plan(recipe, described, counts))
     plan = make_plan(recipe, described, counts)
-    rows = {"devices": f"{described.size:,}", "plan": format_seconds(planning)}
-    rows["rows of the plan"] = format_seconds(measure_seconds(plan.rows))
-    return rows | measure_host_order(plan, hosts) | measure_signs(hosts)
+    rows = {"devices": f"{described.size:,}", "plan": format_time(planning)}
+    rows["rows of the plan"] = format_time(measure_time(plan.rows))
+    return rows | measure_host_order(plan, hosts) | measure_signs(hosts) | measure_reports(hosts)
 
 
 def measure_host_order(plan: Plan, hosts: int) -> dict[str, str]:
@@ -232,14 +239,14 @@ def measure_host_order(plan: Plan, hosts: int) -> dict[str, str]:
     positions = np.stack([plan.positions(device) for device in range(plan.pod.size // hosts)])
     order = Order(plan.counts.train, plan.recipe.data.lanes, plan.recipe.batch.size, seed=0)
     before = read_memory("VmHWM")
-    clock = time.process_time()
+    start = Seconds.read()
     samples, _ = order.get_samples(0, positions)
-    first, peak = time.process_time() - clock, read_memory("VmHWM") - before
-    later = measure_seconds(lambda: order.get_samples(1, positions))
+    first, peak = start.measure_since(), read_memory("VmHWM") - before
+    later = measure_time(lambda: order.get_samples(1, positions))
     return {
         "images of a host's batch": f"{samples.size:,}",
-        "order of them, first step": f"{format_seconds(first)}; {format_bytes(peak)} peak",
-        "order of them, next step": format_seconds(later),
+        "order of them, first step": f"{format_time(first)}; {format_bytes(peak)} peak",
+        "order of them, next step": format_time(later),
     }
 
 
@@ -266,20 +273,61 @@ def measure_signs(hosts: int) -> dict[str, str]:
     for process, name in ((1, "a process's beat"), (0, "process 0's beat")):
         store = SignStore(hosts)
         beats = heartbeat.Heartbeat(store, process, hosts, 60.0)  # type: ignore[arg-type]
-        rows[name] = format_seconds(measure_seconds(lambda beats=beats, store=store: beats.exchange(store)))
+        rows[name] = format_time(measure_time(lambda beats=beats, store=store: beats.exchange(store)))
     return rows
+
+
+class ReportClient:
+    """Takes the place of JAX's client: every process has published the same value, wherever it is looked for."""
+
+    def __init__(self, hosts: int, value: str) -> None:
+        self.hosts, self.value = hosts, value
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Take what this process publishes."""
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        """Return that there is no problem."""
+        return ""
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        """Return what all have published."""
+        return [(f"{prefix}/{n}", self.value) for n in range(self.hosts)]
+
+
+def measure_reports(hosts: int) -> dict[str, str]:
+    """Measure what process 0 does with the messages of all at the start and at a checkpoint, and reading them."""
+    versions = handshake.list_versions()
+    value = json.dumps(versions | {"host": "a-host-with-a-long-name.example.com"})
+    store = KeyValueStore(ReportClient(hosts, value))
+    checks, reports = handshake.Handshake(store, 0, hosts), Exchange(store, 0, hosts, 1)
+    rows = {
+        "process 0's check of versions": format_time(measure_time(lambda: checks.check_same(versions, ""))),
+        "process 0's collection of reports": format_time(measure_time(lambda: reports.collect(60.0))),
+    }
+    with socket.socket() as probe:
+        probe.bind((schedulers.LOOPBACK, 0))
+        address = f"{schedulers.LOOPBACK}:{probe.getsockname()[1]}"
+    service = private_jax.start_service(address, 1)
+    client = private_jax.make_client(address, 0)
+    for number in range(hosts):
+        client.key_value_set(f"values/{number}", value)
+    spent = measure_time(lambda: KeyValueStore(client).await_values("values", range(hosts), 60.0))
+    client.shutdown()
+    service.shutdown()
+    return rows | {f"request to JAX's store for {len(value)} bytes of each": format_time(spent)}
 
 
 def measure_scan(folder: Path, count: int) -> dict[str, str]:
     """Measure a scan of real shards."""
     write_shards(folder, {"train": count * SHARD // PHOTOS, "val": SHARD})
     listing, before = catalog.FORMATS["tar"].find(folder), read_memory("VmHWM")
-    clock = time.process_time()
+    start = Seconds.read()
     tables = catalog.scan_data_set("tar", listing)
-    seconds, peak = time.process_time() - clock, read_memory("VmHWM") - before
+    spent, peak = start.measure_since(), read_memory("VmHWM") - before
     images = len(tables.train) + len(tables.val)
-    per_image = f"{1e6 * seconds / images:.0f} us an image"
-    return {"scan of tars": f"{format_seconds(seconds)}, {per_image}; {format_bytes(peak)} peak"}
+    per_image = f"{1e6 * spent.cpu / images:.0f} us an image"
+    return {"scan of tars": f"{format_time(spent)}, {per_image}; {format_bytes(peak)} peak"}
 
 
 STEPS: MappingProxyType[str, Callable[[Path, int], dict[str, str]]] = MappingProxyType(
@@ -295,20 +343,42 @@ STEPS: MappingProxyType[str, Callable[[Path, int], dict[str, str]]] = MappingPro
 # --- clocks and numbers ----------------------------------------------------------------------------------------------
 
 
-def measure_seconds(work: Callable[[], object]) -> float:
-    """Return the least seconds of up to five rounds, which end after two seconds."""
-    seconds: list[float] = []
-    while not seconds or (len(seconds) < ROUNDS and sum(seconds) < 2):
-        start = time.process_time()
+class Seconds(NamedTuple):
+    """Seconds of the processor and of the clock."""
+
+    cpu: float
+    wall: float
+
+    @classmethod
+    def read(cls) -> "Seconds":
+        """Return what both say now."""
+        return cls(time.process_time(), time.perf_counter())
+
+    def measure_since(self) -> "Seconds":
+        """Return the seconds since both said this."""
+        now = Seconds.read()
+        return Seconds(now.cpu - self.cpu, now.wall - self.wall)
+
+
+def measure_time(work: Callable[[], object]) -> Seconds:
+    """Return the least seconds, of the processor and of the clock, of up to five rounds or two seconds."""
+    rounds: list[Seconds] = []
+    while not rounds or (len(rounds) < ROUNDS and sum(spent.cpu for spent in rounds) < 2):
+        start = Seconds.read()
         work()
-        seconds.append(time.process_time() - start)
-    return min(seconds)
+        rounds.append(start.measure_since())
+    return Seconds(*map(min, zip(*rounds, strict=True)))
 
 
 def read_memory(field: str) -> int:
     """Return a field of this process's memory, in bytes, as Linux reports it."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return next(int(line[1]) << 10 for line in lines if line[0] == f"{field}:")
+
+
+def format_time(spent: Seconds) -> str:
+    """Return both times, that of the clock in brackets."""
+    return f"{format_seconds(spent.cpu)} ({format_seconds(spent.wall)})"
 
 
 def format_seconds(seconds: float) -> str:

@@ -92,8 +92,8 @@ def choose_ways(model: str, arguments: argparse.Namespace) -> list[str]:
     ways = list(make_commands(model, 0, 0))
     if arguments.ways:
         ways = [way for way in ways if way in arguments.ways]
-    elif model.startswith(("vit", "convnext")):  # without batch norm, groups are no difference; only ViTs are fused
-        ways = ["torch", "whole"] + ["modules"] * model.startswith("vit")
+    elif model.startswith(("vit", "convnext")):  # without batch norm, groups are no difference
+        ways = ["torch", "whole", "modules"]
     elif model != RESNET50:
         ways = ["torch", "whole", "groups"]
     return [way for way in ways if way in EVALUATION_WAYS] if arguments.evaluate else ways

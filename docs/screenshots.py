@@ -1,8 +1,8 @@
 """Make the screenshots of the documentation: real commands in a real terminal, real pages in Chromium.
 
     pip install pyte
-    python docs/screenshots.py                 # all: a few minutes on two cores
-    python docs/screenshots.py predict site    # some
+    python docs/screenshots.py                                    # all: a few minutes on two cores
+    SCREENSHOTS=FOLDER python docs/screenshots.py report predict  # some, with the photos and the run of an earlier call
 
 The commands are those of the tutorial. Its photos are rendered by
 examples/make_photos.py, so that all images may be shipped.
@@ -26,7 +26,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-TRAIN = "podscale train imagefolder-small --data.path fruit --run runs/fruit"
+TRAIN = "podscale train imagefolder-small --data.path fruit"
 COLUMNS = 96
 COLOURS = {"red": "#f58ca0", "green": "#6fcf97", "blue": "#7ab6f5", "cyan": "#5ccbd4", "magenta": "#c9a2f2"}
 COLOURS |= {"brown": "#dcc25a", "white": "#e9edf1", "default": "#e9edf1", "black": "#8b96a3"}
@@ -178,13 +178,13 @@ def take_samples(camera, folder):
 
 
 def take_train(camera, folder):
-    shown = "podscale train imagefolder-small --data.path fruit"
     lines = run_in_terminal(TRAIN, folder, until=lambda text: "epoch 24.0: validation" in text)
-    camera.save_terminal("train", shown, lines)
+    camera.save_terminal("train", TRAIN, lines)
 
 
 def take_report(camera, folder):
-    page = (folder / "runs" / "fruit" / "report.html").resolve().as_uri()
+    (path,) = (folder / "runs").glob("*/report.html")
+    page = path.resolve().as_uri()
     camera.save_page("report", page, height=860)
     camera.save_page("report-dark", page, height=860, dark=True)
     camera.save_page("report-phone", page, width=390, height=844)

@@ -40,10 +40,10 @@ def main(photos: Path) -> None:
     settings |= {"model.width": 16, "model.precision": "float32", "batch.size": 20, "batch.span": 20}
     settings |= {"train.epochs": 24, "train.eval_epochs": 8, "schedule.scale_batch": 0}
     recipe = podscale.load_recipe("imagefolder").override(settings)
-    samples.write_sheet(recipe, Path("samples.png"), count=20)  # what the model will see
+    samples.write_grid(recipe, Path("samples.png"), count=20)  # what the model will see
 
     summary = podscale.train(recipe, pod=podscale.find_pod(virtual="1x1"), folder="runs/photos")
-    print(f"{summary['accuracy']:.1%} right; see {summary['run']}/report.html")
+    print(f"validation accuracy {summary['accuracy']:.1%}; see {summary['run']}/report.html")
 
     run = podscale.Run.load("runs/photos")
     for prediction in podscale.predict(run, sorted((photos / "val").glob("*/*"))[:2]):

@@ -10,7 +10,7 @@ def main() -> None:
     recipe = podscale.load_recipe("digits").override({"train.epochs": 6, "train.eval_epochs": 2})
     pod = podscale.find_pod(virtual="1x2")  # leave it out to use all available devices
     summary = podscale.train(recipe, pod=pod, folder="runs/from-python")
-    print(f"{summary['accuracy']:.1%} right after {summary['steps']} steps")
+    print(f"validation accuracy {summary['accuracy']:.1%} after {summary['steps']} steps")
 
     run = podscale.Run.load("runs/from-python")
     losses = [line["loss"] for line in run.metrics() if line["event"] == "train"]

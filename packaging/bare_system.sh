@@ -18,6 +18,7 @@ root=$folder/root
 mirror=$(apt-get indextargets --format '$(CODENAME) $(REPO_URI)' | sed -n 's/^bookworm //p' | sort -u | head -1)
 [ -x "$root/usr/bin/python3" ] ||
     debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root" "$mirror" >"$folder/debootstrap.log"
+rm -f "$folder"/wheels/podscale-*.whl  # pip keeps a file of the same name, which may be of an earlier commit
 python3.11 -m pip download --quiet --dest "$folder/wheels" "$wheel"
 rm -rf "$root/wheels" "$root/opt/podscale" "$root/root/photos" "$root/root/runs"
 cp -r "$folder/wheels" "$root/wheels"
@@ -35,6 +36,7 @@ inside '. /etc/os-release; echo "$PRETTY_NAME, $(ldd --version | head -1), $(pyt
 inside 'command -v gcc cc clang c99 || echo "no compiler"'
 inside 'find / -xdev -name "libjpeg*" -not -path "/wheels/*" | grep . || echo "no libjpeg"'
 inside 'python3 -m venv /opt/podscale'
+inside 'sha256sum /wheels/podscale-*.whl'
 inside 'pip install --quiet --no-index --find-links /wheels /wheels/podscale-*.whl'
 inside 'podscale --version'
 inside 'python -c "from podscale.data import decode; from podscale.processes import _abort; print(decode.native.__file__)"'

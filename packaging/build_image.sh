@@ -30,9 +30,12 @@ cuda) extras='[cuda13,cloud]' ;;
 tpu) extras='[tpu,cloud]' ;;
 *) echo "there is no stage $stage: cpu, cuda, tpu" >&2 && exit 2 ;;
 esac
+rm -f "$folder/wheels-$stage"/podscale-*.whl  # pip keeps a file of the same name, which may be of an earlier commit
 python3.11 -m pip download --quiet --dest "$folder/wheels-$stage" "$wheel$extras"
 rm -rf "$folder/context/dist"
-cp -r "$dist" "$folder/context/dist"
+mkdir "$folder/context/dist"
+cp "$wheel" "$folder/context/dist"
+sha256sum "$wheel"
 buildah build --layers --target "$stage" --tag "podscale:$stage" --file packaging/Containerfile \
     --build-arg BASE=localhost/podscale-base --build-arg PIP_FIND_LINKS=/wheels --build-arg PIP_NO_INDEX=1 \
     --volume "$folder/wheels-$stage:/wheels:ro" "$folder/context"

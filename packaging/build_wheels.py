@@ -2,11 +2,11 @@
 
     python packaging/build_wheels.py [--out dist] [--architectures x86_64 aarch64] [--twice]
 
-Needs Python 3.11 with venv, git, and Debian's `apt-get` and `dpkg-deb`; root is not needed. Nothing of this machine's
-compiler or C library gets into a wheel: Zig's C compiler, a package on PyPI, links against glibc 2.17, and
-libjpeg-turbo is Debian's build, found by the names of its packages. In the x86-64 wheel it is a shared library that
-auditwheel puts inside; in the aarch64 wheel, which is cross-built, it is linked in. One wheel serves every Python from
-3.11 on.
+Needs Python 3.11 with venv and headers (not Debian's, whose headers are of one architecture), git, tar, and Debian's
+`apt-get` and `dpkg-deb`; root is not needed. Nothing of this machine's compiler or C library gets into a wheel: Zig's C
+compiler, a package on PyPI, links against glibc 2.17, and libjpeg-turbo is Debian's build, found by the names of its
+packages. In the x86-64 wheel it is a shared library that auditwheel puts inside; in the aarch64 wheel, which is
+cross-built, it is linked in. One wheel serves every Python from 3.11 on.
 
 The same commit gives the same bytes: tools are pinned (`requirements.txt`), all times are the commit's, and no path of
 the machine is recorded. `--twice` builds in two different folders and compares. Only what is committed is built.
@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--architectures", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--twice", action="store_true", help="build again elsewhere, and compare the bytes")
     arguments = parser.parse_args()
+    check_headers(Path(sysconfig.get_path("include")))
     cache = ROOT / "build" / "packaging"
     tools = install_tools(cache / "tools")
     roots = {name: fetch_packages(cache / name, TARGETS[name]) for name in arguments.architectures}
@@ -79,6 +81,15 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 # --- what a build needs ----------------------------------------------------------------------------------------------
+
+
+def check_headers(folder: Path) -> None:
+    """Refuse a Python without its headers, or, as Debian's, with headers that lead to those of one architecture."""
+    header, other = folder / "pyconfig.h", "use another Python 3.11, for example pyenv's: make PYTHON=PATH wheels"
+    if not header.exists():
+        sys.exit(f"{folder} has no headers of Python; {other}")
+    if "-linux-gnu/python" in header.read_text():
+        sys.exit(f"{header} includes a header of its own for each architecture, which Zig does not find; {other}")
 
 
 def install_tools(folder: Path) -> Path:
@@ -134,8 +145,10 @@ def read_commit() -> Commit:
 
 
 def build_all(commit: Commit, out: Path, tools: Path, roots: dict[str, Path]) -> dict[str, str]:
-    """Build a commit; return the SHA-256 of each file by its name."""
+    """Build a commit, in place of what an earlier build has left; return the SHA-256 of each file by its name."""
     out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("podscale-*"):
+        old.unlink()
     os.umask(0o022)
     with tempfile.TemporaryDirectory(prefix="podscale-build-") as name:
         folder = Path(name)
@@ -150,8 +163,8 @@ def export_source(commit: Commit, folder: Path) -> Path:
     """Return a folder with what is committed."""
     folder.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", commit.name], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as file:
-        file.extractall(folder, filter="data")
+    unpack = ["tar", "--extract", "--no-same-owner", "--no-same-permissions", "--directory", folder]
+    subprocess.run(unpack, input=archive, check=True)
     return folder
 
 

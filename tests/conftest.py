@@ -4,10 +4,18 @@ import fcntl
 import gc
 import os
 import uuid
+from collections import Counter
+from importlib import metadata
 
 # The tests of a session keep all cores busy, so cutting each program into 32 parts to compile them side by side only
-# costs time: a fifth of what compilation takes. Set before jax is imported, and inherited by programs that tests start.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1".strip()
+# costs time: a fifth of what compilation takes. XLA's older code generator, which jaxlib 0.11 no longer has, takes two
+# thirds of the newer one's time for such small programs; all tests run with the newer one in `make test-slow`, which
+# sets PODSCALE_TEST_XLA. Set before jax is imported, and inherited by programs that tests start.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
+    + ["--xla_cpu_use_fusion_emitters=false"]
+    * (metadata.version("jaxlib").startswith("0.10.") and os.environ.get("PODSCALE_TEST_XLA") != "newer")
+).strip()
 
 import jax
 import pytest
@@ -28,10 +36,25 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out heavy tests, and sample where a test says so")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Return one process more than there are cores: a test that waits for processes or a limit leaves a core idle."""
+    from podscale.processes.host import count_usable_cores
+
+    return count_usable_cores() + 1
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """With --quick, drop tests marked `heavy`; of a test marked `sample(n)` keep n evenly spread parameter sets."""
-    if not config.getoption("--quick"):
-        return
+    if config.getoption("--quick"):
+        select_quick(config, items)
+    yield  # other plugins leave out tests too, such as those marked `slow`
+    if hasattr(config, "workerinput"):
+        sort_files(items)
+
+
+def select_quick(config, items):
+    """Drop tests marked `heavy`; of a test marked `sample(n)` keep n evenly spread parameter sets."""
     families = {}
     for item in items:
         families.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
@@ -44,6 +67,23 @@ def pytest_collection_modifyitems(config, items):
     selected = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])
     items[:] = [item for item in items if item in selected]
+
+
+def sort_files(items):
+    """Let files that take long come first: pytest-xdist hands out files in this order, and one that takes a minute and
+    comes last would leave the other cores idle.
+    """
+    seconds = Counter()
+    for item in items:
+        seconds[item.path] += estimate_seconds(item)
+    items.sort(key=lambda item: -seconds[item.path])
+
+
+def estimate_seconds(item):
+    """Return about how long a test takes, by its kind."""
+    if item.nodeid.startswith(("tests/integration/", "tests/faults/", "tests/packaging/")):
+        return 5
+    return 2 if item.get_closest_marker("heavy") else 0.1
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -75,17 +115,39 @@ def _compilation_cache(session_folder):
         yield
 
 
+def train_once(folder, train):
+    """Let the first process of the session that needs this run train it; the others wait for it."""
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "summary.json").exists():
+            train(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def undisturbed_run(session_folder):
     """The run of `support.processes.SETTINGS` by one process with four devices; made once, and only read."""
     from support.processes import train_in_process
 
-    folder = session_folder / "undisturbed"
-    with (session_folder / "undisturbed.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "summary.json").exists():
-            train_in_process(folder, "2x2")
-    return folder
+    return train_once(session_folder / "undisturbed", lambda folder: train_in_process(folder, "2x2"))
+
+
+@pytest.fixture(scope="session")
+def short_run(session_folder):
+    """The run of `support.short_run` by one device; made once, and only read."""
+    from support import short_run
+
+    return train_once(session_folder / "short", short_run.train)
+
+
+@pytest.fixture(scope="module")
+def small_models():
+    """The models of `support.small_models` are available to recipes."""
+    from support import small_models
+
+    small_models.register_models()
+    yield
+    small_models.unregister_models()
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +188,19 @@ def container(azure_server, monkeypatch):
     make_container(azure_server, name)
     use_azure(monkeypatch, azure_server)
     return name
+
+
+@pytest.fixture
+def google_bucket(s3_server, monkeypatch):
+    """The name of a new bucket behind a proxy that speaks Google's protocol, where the environment points."""
+    from support.buckets import make_bucket
+    from support.google import GoogleProxy, use_google
+
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    make_bucket(s3_server, name)
+    with GoogleProxy(s3_server) as proxy:
+        use_google(monkeypatch, proxy.address)
+        yield name
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A summation strategy, a kind of input, an optimizer and a reporter are each added in a few lines."""
 
 from dataclasses import dataclass, replace
+from typing import get_args, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +14,17 @@ import podscale
 from podscale.config import fields
 from podscale.optim import optimizers
 from podscale.optim.sgd import make_sgd
-from podscale.parallel import inputs, strategies
-from podscale.parallel.summation import Replicated
+from podscale.parallel import input_kinds, inputs, strategies
+from podscale.parallel.shared_matrices import GROUP_AXES
+from podscale.parallel.summation import PAYLOADS, Replicated
 from podscale.pod import ALL_AXES
+from podscale.recipe import Optimizer
 
 
 @pytest.fixture
 def registries(monkeypatch):
     """Registries that are restored afterwards."""
-    for registry in (strategies.STRATEGIES, inputs.INPUTS, optimizers.RULES, fields.ADDED_CHOICES):
+    for registry in (strategies.STRATEGIES, input_kinds.INPUTS, optimizers.RULES, fields.ADDED_CHOICES):
         monkeypatch.setattr(registry, "_parts", dict(registry))
     small_models.register_models()
     yield
@@ -117,7 +120,7 @@ def train(folder, changes, options, limit):
 @pytest.mark.usefixtures("registries")
 def test_added_parts_train_together_to_the_same_losses(tmp_path):
     add_summation()
-    inputs.register_input(GrayInput())
+    input_kinds.register_input(GrayInput())
     add_optimizer()
     added = {"summation": "gathered", "cache": "gray"}
     built_in = {"optimizer.name": "sgd", "optimizer.momentum": 0.0}
@@ -133,6 +136,20 @@ def test_a_name_is_taken_once_and_a_wrong_one_is_refused_with_the_nearest():
     add_summation()
     with pytest.raises(podscale.UserError, match="already"):
         add_summation()
-    recipe, pod = podscale.load_recipe("digits"), podscale.named_pod("cpu:1x2")
+    recipe, pod = podscale.load_recipe("digits"), podscale.parse_pod("cpu:1x2")
     with pytest.raises(podscale.UserError, match="no gradient summation 'gatherd': did you mean gathered"):
         podscale.make_plan(recipe, pod, podscale.Options(summation="gatherd"))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "names"),
+    [
+        (podscale.Options, "summation", {"auto", *strategies.STRATEGIES}),
+        (podscale.Options, "payload", set(PAYLOADS)),
+        (podscale.Options, "cache", {"auto", "none", "encoded", "decoded", *input_kinds.INPUTS}),
+        (podscale.Options, "orthogonalize", {"auto", *GROUP_AXES}),
+        (Optimizer, "name", set(optimizers.BUILT_IN_NAMES)),
+    ],
+)
+def test_a_field_has_a_choice_for_each_part_that_is_built_in(section, field, names):
+    assert set(get_args(get_type_hints(section)[field])) == names

@@ -27,6 +27,9 @@ PRIVATE_WORDS = {
     "whoever": "the process that, the user who",
     "lastwords": "abort message",
     "anew": "again",
+    "tell": "report, say",
+    "tells": "reports, says",
+    "streak": "consecutive updates",
 }
 # Names of data that say nothing; `one` may stand beside `two` or `many` in tests.
 EMPTY_NAMES = {"found", "what", "word", "rest", "told"}
@@ -35,7 +38,7 @@ PARTICIPLES = set(
     "begun broken built chosen done drawn found given gone held kept known laid left lost made met said seen sent "
     "shown spent taken told written".split()
 )
-NOT_PARTICIPLES = {"named", "embed", "feed", "need", "seed", "shared", "speed", "exceed", "proceed", "succeed"}
+NOT_PARTICIPLES = {"embed", "feed", "need", "seed", "speed", "exceed", "proceed", "succeed"}
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"")  # names of files, options and keys that keep theirs
 
 

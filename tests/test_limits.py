@@ -38,7 +38,7 @@ def test_functions_fit_on_a_screen():
 
 
 def test_public_functions_have_few_parameters():
-    public = [(name, node) for name, node in iterate_functions() if not node.name.startswith("_")]
+    public = [(name, node) for name, node in iterate_functions() if node.name == "__init__" or node.name[0] != "_"]
     assert [name for name, node in public if count_parameters(node) > MAX_PARAMETERS] == []
 
 

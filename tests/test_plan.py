@@ -14,7 +14,7 @@ from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.parallel.batch_norm import Groups
 from podscale.plan import USABLE_SHARE, Counts, Memory, choose_tile, count_lanes_per_host, make_plan
-from podscale.pod import TILE, Pod, named_pod
+from podscale.pod import TILE, Pod, parse_pod
 from podscale.recipe import Recipe, load_recipe, override_recipe
 
 COUNTS = Counts(10_000, 1000, 10)
@@ -132,7 +132,7 @@ def test_a_host_reads_the_lanes_of_its_positions(lanes, hosts, times):
 
 
 def test_the_plan_on_the_pod_of_the_paper():
-    plan = make_plan(load_recipe("resnet50-imagenet-32k"), named_pod("v3:32x32"), Counts(1_281_167, 50_000, 1000))
+    plan = make_plan(load_recipe("resnet50-imagenet-32k"), parse_pod("v3:32x32"), Counts(1_281_167, 50_000, 1000))
     assert (plan.images_per_device, plan.micro_batches, plan.tile_devices, plan.steps) == (16, 1, 4, 2816)
     assert plan.tile == (1, 2)
     assert plan.groups == Groups(16, TILE)
@@ -192,8 +192,8 @@ def test_calls_from_the_checkpoint_of_another_plan_skip_no_step(plan, data):
 def test_a_cpu_does_one_step_per_call_and_others_several():
     counts = Counts(1_281_167, 50_000, 1000)
     assert make_plan(load_recipe("digits"), Pod("cpu", 1, 1), COUNTS).steps_per_call == 1
-    assert 1 < make_plan(load_recipe("resnet50-imagenet-32k"), named_pod("v3:32x32"), counts).steps_per_call <= 8
-    assert make_plan(load_recipe("resnet50-imagenet-4k"), named_pod("h200:1x1"), counts).steps_per_call == 1
+    assert 1 < make_plan(load_recipe("resnet50-imagenet-32k"), parse_pod("v3:32x32"), counts).steps_per_call <= 8
+    assert make_plan(load_recipe("resnet50-imagenet-4k"), parse_pod("h200:1x1"), counts).steps_per_call == 1
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -316,4 +316,4 @@ def test_layers_are_fused_where_kernels_save_time(fused, capability, changes, ke
     ],
 )
 def test_tiles_stay_in_a_slice_and_prefer_one_node(text, span, images, tile):
-    assert choose_tile(span, images, named_pod(text)) == tile
+    assert choose_tile(span, images, parse_pod(text)) == tile

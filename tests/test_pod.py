@@ -17,7 +17,7 @@ from podscale.pod import (
     find_pod,
     make_batch_sharding,
     make_pod,
-    named_pod,
+    parse_pod,
     parse_shape,
 )
 from podscale.processes import group
@@ -81,17 +81,17 @@ def test_each_tile_has_a_contiguous_block_of_positions(shape, tile, axis):
     ],
 )
 def test_a_named_pod_need_not_exist(text, cores, hosts, memory, size):
-    pod = named_pod(text)
+    pod = parse_pod(text)
     kind, _, shape = text.lower().partition(":")
     assert (pod.kind, pod.shape, pod.cores, pod.hosts, pod.memory_bytes) == (kind, shape, cores, hosts, memory)
     assert (pod.size, pod.is_present) == (size, False)
 
 
 def test_kinds_and_shapes_are_refused_with_a_suggestion():
-    assert "did you mean" in get_refusal(named_pod, "v5:2x2")
-    assert "h200" in get_refusal(named_pod, "zzz:2x2")
+    assert "did you mean" in get_refusal(parse_pod, "v5:2x2")
+    assert "h200" in get_refusal(parse_pod, "zzz:2x2")
     for text in ("v3", "v3:", "v3:4", "v3:0x4", "v3:4x0", "v3:ax4", "v3:-1x4", "v3:4x4x4", "v3:2.0x2", "v3:²x2"):
-        assert "ROWSxCOLUMNS, such as 2x4" in get_refusal(named_pod, text)
+        assert "ROWSxCOLUMNS, such as 2x4" in get_refusal(parse_pod, text)
     assert parse_shape("12x3") == (12, 3)
 
 
@@ -233,14 +233,14 @@ def test_slices_of_different_sizes_are_refused(monkeypatch):
 
 
 def test_slices_can_be_named_and_simulated():
-    pod = named_pod("v5e:16x16*4")
+    pod = parse_pod("v5e:16x16*4")
     assert (pod.shape, pod.rows, pod.slice_rows, pod.cols, pod.hosts, pod.size) == ("16x16*4", 64, 16, 16, 256, 1024)
-    deep = named_pod("v5p:4x4x8*2")
+    deep = parse_pod("v5p:4x4x8*2")
     assert (deep.dims, deep.slices, deep.size) == ((4, 4, 8), 2, 256)
     assert find_pod(virtual="2x2*2").mesh((1, 2)).shape == dict(zip(ALL_AXES, (2, 2, 1, 1, 2, 1), strict=True))
     for text in ("v5e:4x4*", "v5e:4x4*0", "v5e:4x4*x"):
-        assert "such as 16x16*4" in get_refusal(named_pod, text)
-    assert "h200:NODESxGPUS" in get_refusal(named_pod, "h200:4x8*2")
+        assert "such as 16x16*4" in get_refusal(parse_pod, text)
+    assert "h200:NODESxGPUS" in get_refusal(parse_pod, "h200:4x8*2")
 
 
 def make_gpus(nodes, per_node):

@@ -19,7 +19,7 @@ from podscale.cli.main import main
 from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
 from podscale.models.weights.files import read_tensors
-from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
+from podscale.training.checkpoint.checkpoints import Checkpoints, DamagedCheckpointError
 
 SOURCE = Path(__file__).parents[1] / "src"
 # Modules that run what they read, or that would make it easy.

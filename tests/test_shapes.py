@@ -15,7 +15,8 @@ def test_steps_and_kernels_have_the_shapes_that_their_signatures_state():
     result = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     steps = ["torus4", "xla", "sharded", "joint-muon", "sharded-muon", "rmsprop", "lars-optax", "lars-scaled"]
-    assert result.stdout.split() == [*steps, "plain", "interpret"]
+    transformer = ["transformer", "plain", "transformer", "interpret"]
+    assert result.stdout.split() == [*steps, "plain", "interpret", *transformer]
 
 
 WRONG_CALLS = {

@@ -5,22 +5,24 @@ import dataclasses
 import importlib
 from collections import deque
 from pathlib import Path
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from test_layers import MODULES
 
 from podscale.config.registry import Registry
 
 ROOT = Path(__file__).parents[1] / "src"
-MUTABLE = (dict, list, set, bytearray, deque)
+MUTABLE = (dict, list, set, bytearray, deque, WeakSet, WeakKeyDictionary, WeakValueDictionary)
 # JAX has one runtime in a process, so there is one process group, which joins and leaves with it; and one start of the
 # process, whose clock runs from the first import on. Working copies of runs in buckets are the process's own, too: each
-# is made once, found again by its folder, and removed when the process ends.
+# is made once, found again by its folder, and removed when the process ends. And so are the loaders that are still open
+# then, whose threads must end before the devices' runtime does.
 GLOBALS = {
-    "processes.group": {"_rank_and_size", "_store", "_monitor", "_introduction", "_exchanges"},
+    "processes.group": {"_rank_and_size", "_store", "_monitor", "_handshake", "_exchanges"},
     "processes.heartbeat": {"_heartbeat"},
-    "processes.membership": {"_membership"},
+    "processes.elastic.membership": {"_membership"},
 }
-OBJECTS = {"runs.startup": {"clock"}, "runs.bucket": {"_buckets"}}
+OBJECTS = {"runs.startup": {"clock"}, "runs.bucket": {"_buckets"}, "data.prefetch": {"_open_batches"}}
 # Results of pure functions, kept because they are asked for often.
 CACHED = {"data.order": {"_make_aspect_tables"}, "forecast.chips": {"_load_chips"}}
 CACHED |= {"forecast.compute": {"_load_curve"}, "forecast.network": {"_list_message_spans", "_list_swing_stages"}}

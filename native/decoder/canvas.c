@@ -7,7 +7,7 @@
 enum { ROW_ALIGNMENT = 64 }; /* bytes between the starts of rows are a multiple of this */
 
 /* Pillow takes boxes in single precision. */
-const char *start_canvas(Canvas *canvas, const Crop *crop, int width, int height) {
+const char *start_canvas(Canvas *canvas, const Crop *crop, int width, int height, int step) {
     const double *box = crop->box;
     if (!(box[0] >= 0 && box[1] >= 0 && box[2] <= width && box[3] <= height))
         return "the box leaves the image";
@@ -15,6 +15,7 @@ const char *start_canvas(Canvas *canvas, const Crop *crop, int width, int height
     if (!(left < right && top < bottom))
         return "the box is empty";
     if (plan_pass(&canvas->horizontal, width, left, right, crop->size, crop->flip) ||
+        plan_blocks(&canvas->horizontal, step) ||
         plan_pass(&canvas->vertical, height, top, bottom, crop->size, 0))
         return "out of memory";
     canvas->stride = (3 * (size_t)crop->size + OUTPUT_SLACK + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
@@ -32,7 +33,7 @@ static void finish_rows(Canvas *canvas) {
     const Pass *vertical = &canvas->vertical;
     int bytes = 3 * canvas->crop->size, end = vertical->from + canvas->rows_received;
     for (; canvas->rows_done < vertical->outputs; canvas->rows_done++) {
-        if (end < vertical->to && vertical->first_input[canvas->rows_done] + 2 * vertical->pairs > end)
+        if (end < vertical->to && vertical->first_input[canvas->rows_done] + vertical->taps > end)
             return; /* not all inputs that have a weight are there */
         uint8_t *out = canvas->crop->out + (size_t)canvas->rows_done * (size_t)bytes;
         resize_vertically(vertical, canvas->rows_done, canvas->rows, canvas->stride, bytes, out);
@@ -50,9 +51,7 @@ void add_rows(Canvas *canvas, const Lines *lines) {
 }
 
 size_t count_canvas_bytes(const Canvas *canvas) {
-    const Pass *horizontal = &canvas->horizontal, *vertical = &canvas->vertical;
-    return canvas->capacity + horizontal->scratch_capacity + horizontal->pair_capacity + vertical->scratch_capacity +
-           vertical->pair_capacity;
+    return canvas->capacity + count_pass_bytes(&canvas->horizontal) + count_pass_bytes(&canvas->vertical);
 }
 
 void free_canvas(Canvas *canvas) {

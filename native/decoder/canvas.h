@@ -24,8 +24,8 @@ typedef struct {
     double seconds; /* spent in add_rows, if it is timed */
 } Canvas;
 
-/* Plans a crop of an image; returns NULL, or the reason of a failure. */
-const char *start_canvas(Canvas *canvas, const Crop *crop, int width, int height);
+/* Plans a crop of an image whose rows will have `step` bytes per pixel; returns NULL, or the reason of a failure. */
+const char *start_canvas(Canvas *canvas, const Crop *crop, int width, int height, int step);
 
 /* Adds the next rows, starting with row vertical.from. */
 void add_rows(Canvas *canvas, const Lines *lines);

@@ -47,7 +47,7 @@ static const char *crop_ppm(Worker *worker, const Range *range, const uint8_t *d
         return "too much memory";
     if (range->length - start != 3 * (size_t)(width * height))
         return "more or fewer pixels than its header says";
-    const char *failure = start_canvas(&worker->canvas, crop, (int)width, (int)height);
+    const char *failure = start_canvas(&worker->canvas, crop, (int)width, (int)height, 3);
     if (failure)
         return failure;
     size_t pitch = 3 * (size_t)width, from = start + (size_t)worker->canvas.vertical.from * pitch;
@@ -115,7 +115,7 @@ int crop_pixels(Worker *worker, const Source *source, int width, int height, con
     if (width < 1 || height < 1 || source->offset < 0 || source->offset > capacity || bytes > capacity - source->offset)
         return fail(reason, "the memory ends before it");
     Pixels pixels = {source->memory + source->offset, width, height, (size_t)(capacity - source->offset)};
-    const char *failure = start_canvas(&worker->canvas, crop, width, height);
+    const char *failure = start_canvas(&worker->canvas, crop, width, height, 3);
     if (failure || (failure = add_pixels(&worker->canvas, &pixels, &worker->row_buffer)))
         return fail(reason, failure);
     return 0;

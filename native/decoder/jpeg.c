@@ -11,6 +11,7 @@
 enum {
     CHROMA_MARGIN = 2,  /* columns on either side that smooth chroma upsampling uses */
     MIN_COLUMNS = 64,   /* libjpeg upsamples very narrow images in another way */
+    RGBX_BYTES = 4,     /* of a pixel that libjpeg decodes */
     ROWS_PER_READ = 16, /* requested from libjpeg at a time */
     /* Decoded rows begin 4 bytes after a larger power of 2: libjpeg writes aligned rows past the caches, straight to
      * memory, from which the resize would have to fetch them again. */
@@ -117,7 +118,7 @@ static void read_header(Decoder *decoder, const uint8_t *data, size_t length) {
 }
 
 static void start_crop(Decoder *decoder, const Crop *crop, int width, int height) {
-    const char *failure = start_canvas(decoder->canvas, crop, width, height);
+    const char *failure = start_canvas(decoder->canvas, crop, width, height, RGBX_BYTES);
     if (failure)
         reject(&decoder->guard, failure);
 }
@@ -197,7 +198,7 @@ static void read_rows(Decoder *decoder, int offset) {
     size_t size = MISALIGNMENT + ROWS_PER_READ * pitch + READ_SLACK;
     decoder->lines = ensure_capacity(decoder->lines, &decoder->lines_capacity, size);
     uint8_t *bytes = (uint8_t *)require_memory(&decoder->guard, decoder->lines) + MISALIGNMENT;
-    Lines lines = {bytes, pitch, 0, decoder->left + offset, 4};
+    Lines lines = {bytes, pitch, 0, decoder->left + offset, RGBX_BYTES};
     JSAMPROW rows[ROWS_PER_READ];
     for (int i = 0; i < ROWS_PER_READ; i++)
         rows[i] = bytes + i * pitch;

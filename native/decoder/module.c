@@ -1,4 +1,4 @@
-/* podscale.data._native: crops in batches, without Python's global lock. _native.pyi documents each function. */
+/* podscale.data._native: crops in batches, without the GIL. _native.pyi documents each function. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -54,7 +54,7 @@ static int fill_tasks(CropTask *tasks, Py_ssize_t n, const Arguments *arguments)
     return 0;
 }
 
-/* Keeps a source alive while the global lock is released. */
+/* Keeps a source alive while the GIL is released. */
 typedef struct {
     Py_buffer bytes;
     PyObject *path;

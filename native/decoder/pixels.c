@@ -3,7 +3,7 @@
 #include <string.h>
 
 enum {
-    ROWS_PER_CALL = 16, /* few enough to still be in the fastest cache when the vertical pass reads them */
+    ROWS_PER_CALL = ROW_GROUP, /* few, so that the next ones come from memory while these are resized */
     CACHE_LINE = 64,
 };
 
@@ -19,6 +19,9 @@ const char *add_pixels(Canvas *canvas, const Pixels *pixels, RowBuffer *buffer) 
     size_t pitch = 3 * (size_t)pixels->width, from = (size_t)canvas->horizontal.from;
     size_t row_bytes = 3 * ((size_t)canvas->horizontal.to - from);
     size_t read_bytes = row_bytes + 3 * EXTRA_INPUTS + READ_SLACK;
+    int rows = canvas->vertical.to - canvas->vertical.from;
+    prefetch_rows(pixels->bytes + (size_t)canvas->vertical.from * pitch + 3 * from, pitch, row_bytes,
+                  rows < ROWS_PER_CALL ? rows : ROWS_PER_CALL);
     for (int y = canvas->vertical.from, count; y < canvas->vertical.to; y += count) {
         count = canvas->vertical.to - y < ROWS_PER_CALL ? canvas->vertical.to - y : ROWS_PER_CALL;
         size_t at = (size_t)y * pitch + 3 * from;

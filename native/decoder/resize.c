@@ -43,32 +43,32 @@ static void resize_column_reference(const Pair *pairs, int n, const uint8_t *res
     }
 }
 
-int has_vnni(void) {
-#ifdef HAVE_VNNI
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl");
+int has_avx512(void) {
+#ifdef HAVE_AVX512
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #else
     return 0;
 #endif
 }
 
 #ifdef HAVE_AVX2
-static void resize_rows_by_four(const Pass *pass, const Lines *lines, uint8_t *rows, size_t stride) {
-    for (int i = 0; i < lines->count; i += 4) {
-        const uint8_t *from[4];
-        uint8_t *to[4];
-        for (int k = 0; k < 4; k++) { /* the last row replaces those that are missing */
+static void resize_row_groups(const Pass *pass, const Lines *lines, uint8_t *rows, size_t stride) {
+    for (int i = 0; i < lines->count; i += ROW_GROUP) {
+        const uint8_t *from[ROW_GROUP];
+        uint8_t *to[ROW_GROUP];
+        for (int k = 0; k < ROW_GROUP; k++) { /* the last row replaces those that are missing */
             int line = i + k < lines->count ? i + k : lines->count - 1;
             from[k] = lines->bytes + (size_t)line * lines->pitch;
             to[k] = rows + (size_t)line * stride;
         }
-#ifdef HAVE_VNNI
-        if (has_vnni()) {
-            resize_four_rows_vnni(pass, from, lines->offset, lines->step, to);
+#ifdef HAVE_AVX512
+        if (pass->quads) {
+            resize_rows_avx512(pass, from, lines->offset, to);
             continue;
         }
 #endif
-        resize_four_rows_avx2(pass, from, lines->offset, lines->step, to);
+        resize_rows_avx2(pass, from, lines->offset, lines->step, to);
     }
 }
 #endif
@@ -76,7 +76,7 @@ static void resize_rows_by_four(const Pass *pass, const Lines *lines, uint8_t *r
 void resize_horizontally(const Pass *pass, const Lines *lines, uint8_t *rows, size_t stride) {
 #ifdef HAVE_AVX2
     if (__builtin_cpu_supports("avx2")) {
-        resize_rows_by_four(pass, lines, rows, stride);
+        resize_row_groups(pass, lines, rows, stride);
         return;
     }
 #endif
@@ -88,10 +88,10 @@ void resize_horizontally(const Pass *pass, const Lines *lines, uint8_t *rows, si
 void resize_vertically(const Pass *pass, int output, const uint8_t *rows, size_t stride, int bytes, uint8_t *out) {
     const Pair *pairs = pass->pair_weights + (size_t)output * (size_t)pass->pairs;
     rows += (size_t)(pass->first_input[output] - pass->from) * stride;
-#ifdef HAVE_VNNI
-    if (bytes >= VNNI_BYTES && has_vnni()) {
+#ifdef HAVE_AVX512
+    if (pass->quads) {
         const Quad *quads = pass->quad_weights + (size_t)output * (size_t)pass->quads;
-        resize_vertically_vnni(quads, pass->quads, rows, stride, bytes, out);
+        resize_vertically_avx512(quads, pass->quads, rows, stride, bytes, out);
         return;
     }
 #endif

@@ -113,7 +113,7 @@ INLINE void dispatch_four_rows(const Pass *pass, const uint8_t *const from[4], i
     }
 }
 
-AVX2 void resize_four_rows_avx2(const Pass *pass, const uint8_t *const from[4], int offset, int step,
+AVX2 void resize_rows_avx2(const Pass *pass, const uint8_t *const from[4], int offset, int step,
                                 uint8_t *const to[4]) {
     if (step == 3)
         dispatch_four_rows(pass, from, offset, to, 3);

@@ -9,8 +9,13 @@ typedef struct {
     int first, count;
 } TapRange;
 
-/* Computes the inputs of an output and their real weights, which sum to 1. All arithmetic is Pillow's, in its order. */
-static TapRange compute_range(int output, int inputs, float start, double scale, double support, double *weights) {
+static int32_t to_fixed_point(double weight) {
+    return (int32_t)(0.5 + weight * (1 << PRECISION));
+}
+
+/* Computes the weights of an output, which sum to 1 before they are rounded, and the range of its inputs. All
+ * arithmetic is Pillow's, in its order. */
+static TapRange compute_range(int output, int inputs, float start, double scale, double support, int32_t *weights) {
     double center = start + (output + 0.5) * scale;
     int first = (int)(center - support + 0.5), end = (int)(center + support + 0.5);
     if (first < 0)
@@ -20,24 +25,21 @@ static TapRange compute_range(int output, int inputs, float start, double scale,
     double sum = 0, inverse_support = 1.0 / support;
     for (int i = first; i < end; i++) {
         double distance = fabs((i - center + 0.5) * inverse_support);
-        weights[i - first] = distance < 1.0 ? 1.0 - distance : 0.0;
-        sum += weights[i - first];
+        sum += distance < 1.0 ? 1.0 - distance : 0.0;
     }
-    for (int i = first; i < end && sum != 0.0; i++)
-        weights[i - first] /= sum;
+    for (int i = first; i < end; i++) {
+        double distance = fabs((i - center + 0.5) * inverse_support), weight = distance < 1.0 ? 1.0 - distance : 0.0;
+        weights[i - first] = to_fixed_point(sum != 0.0 ? weight / sum : weight);
+    }
     return (TapRange){first, end - first};
 }
 
-static int32_t to_fixed_point(double weight) {
-    return (int32_t)(0.5 + weight * (1 << PRECISION));
-}
-
 /* Drops the weights that are zero at either end, so that fewer rows and columns are decoded. */
-static TapRange trim_range(TapRange range, double *weights) {
+static TapRange trim_range(TapRange range, int32_t *weights) {
     int zeros = 0;
-    while (range.count > 1 && to_fixed_point(weights[range.count - 1]) == 0)
+    while (range.count > 1 && weights[range.count - 1] == 0)
         range.count--;
-    while (zeros < range.count - 1 && to_fixed_point(weights[zeros]) == 0)
+    while (zeros < range.count - 1 && weights[zeros] == 0)
         zeros++;
     for (int i = zeros; zeros && i < range.count; i++)
         weights[i - zeros] = weights[i];
@@ -61,19 +63,21 @@ void *ensure_capacity(void *buffer, size_t *capacity, size_t bytes) {
     if (*capacity >= bytes)
         return buffer;
     free(buffer);
-    buffer = calloc(1, bytes);
+    bytes = (bytes + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES;
+    if ((buffer = aligned_alloc(VECTOR_BYTES, bytes)))
+        memset(buffer, 0, bytes);
     *capacity = buffer ? bytes : 0;
     return buffer;
 }
 
-/* Computes the real weights of every output into `scratch`, max_taps apart, and the ranges; returns the largest number
- * of taps. */
+/* Computes the weights of every output into `scratch`, max_taps apart, and the ranges; returns the largest number of
+ * taps. */
 static int compute_weights(Pass *pass, int inputs, float start, double scale, size_t max_taps, TapRange *ranges) {
     double support = scale < 1.0 ? 1.0 : scale;
     int taps = 1;
     pass->from = inputs, pass->to = 0;
     for (int output = 0; output < pass->outputs; output++) {
-        double *weights = pass->scratch + output * max_taps;
+        int32_t *weights = pass->scratch + output * max_taps;
         TapRange range = trim_range(compute_range(output, inputs, start, scale, support, weights), weights);
         if (range.count > taps)
             taps = range.count;
@@ -86,58 +90,62 @@ static int compute_weights(Pass *pass, int inputs, float start, double scale, si
     return taps;
 }
 
-/* Allocates the weights of this many taps, all zero. */
-static int allocate_weights(Pass *pass, int taps) {
-    pass->pairs = (taps + 1) / 2;
-    pass->quads = (taps + 3) / 4;
-    size_t pairs = (size_t)pass->outputs * (size_t)pass->pairs * sizeof(Pair);
-    size_t quads = (size_t)pass->outputs * (size_t)pass->quads * sizeof(Quad);
-    pass->pair_weights = ensure_capacity(pass->pair_weights, &pass->pair_capacity, pairs);
-    if (!pass->pair_weights)
+/* Allocates the weights, all zero. */
+static int allocate_weights(Pass *pass) {
+    size_t outputs = (size_t)pass->outputs;
+    size_t pairs = outputs * (size_t)pass->pairs * sizeof(Pair), quads = outputs * (size_t)pass->quads * sizeof(Quad);
+    if (pairs && !(pass->pair_weights = ensure_capacity(pass->pair_weights, &pass->pair_capacity, pairs)))
         return -1;
-    memset(pass->pair_weights, 0, pairs);
-    if (!has_vnni())
-        return 0;
-    pass->quad_weights = ensure_capacity(pass->quad_weights, &pass->quad_capacity, quads);
-    if (!pass->quad_weights)
+    if (quads && !(pass->quad_weights = ensure_capacity(pass->quad_weights, &pass->quad_capacity, quads)))
         return -1;
-    memset(pass->quad_weights, 0, quads);
+    if (pairs)
+        memset(pass->pair_weights, 0, pairs);
+    if (quads)
+        memset(pass->quad_weights, 0, quads);
     return 0;
+}
+
+static void store_weights(Pass *pass, int output, unsigned tap, const int32_t *weights, int count) {
+    Pair *pairs = pass->pair_weights + (size_t)output * (size_t)pass->pairs;
+    Quad *quads = pass->quad_weights + (size_t)output * (size_t)pass->quads;
+    for (unsigned i = 0; i < (unsigned)count; i++)
+        if (pass->quads)
+            store_digits(quads, tap + i, weights[i]);
+        else
+            store_pair(pairs, tap + i, weights[i]);
 }
 
 int plan_pass(Pass *pass, int inputs, float start, float end, int outputs, int flip) {
     double scale = (double)(end - start) / outputs;
     size_t max_taps = 2 * (size_t)ceil(scale < 1.0 ? 1.0 : scale) + 1, count = (size_t)outputs;
     size_t first_input_bytes = count * sizeof *pass->first_input;
-    size_t scratch_bytes = count * (max_taps * sizeof(double) + sizeof(TapRange));
+    size_t scratch_bytes = count * (max_taps * sizeof *pass->scratch + sizeof(TapRange));
     pass->first_input = ensure_capacity(pass->first_input, &pass->first_input_capacity, first_input_bytes);
     pass->scratch = ensure_capacity(pass->scratch, &pass->scratch_capacity, scratch_bytes);
     if (!pass->first_input || !pass->scratch)
         return -1;
     pass->outputs = outputs;
     TapRange *ranges = (TapRange *)(pass->scratch + count * max_taps);
-    int taps = compute_weights(pass, inputs, start, scale, max_taps, ranges);
+    int taps = pass->taps = compute_weights(pass, inputs, start, scale, max_taps, ranges);
 
-    int with_digits = has_vnni();
-    if (allocate_weights(pass, taps))
+    int uses_quads = has_avx512() && 3 * outputs >= AVX512_BYTES && scale <= MAX_QUAD_SCALE;
+    pass->pairs = uses_quads ? 0 : (taps + 1) / 2;
+    pass->quads = uses_quads ? (taps + 3) / 4 : 0;
+    if (allocate_weights(pass))
         return -1;
     for (int output = 0; output < outputs; output++) {
-        const double *weights = pass->scratch + output * max_taps;
         TapRange range = ranges[output];
         int slot = flip ? outputs - 1 - output : output;
         /* An output at the end begins earlier, with zero weights, so that it does not extend past the last input. */
         int first = range.first < pass->to - taps ? range.first : pass->to - taps;
         pass->first_input[slot] = first;
-        Pair *pairs = pass->pair_weights + (size_t)slot * (size_t)pass->pairs;
-        Quad *quads = with_digits ? pass->quad_weights + (size_t)slot * (size_t)pass->quads : NULL;
-        for (int i = 0; i < range.count; i++) {
-            unsigned tap = (unsigned)(range.first - first + i);
-            store_pair(pairs, tap, to_fixed_point(weights[i]));
-            if (quads)
-                store_digits(quads, tap, to_fixed_point(weights[i]));
-        }
+        store_weights(pass, slot, (unsigned)(range.first - first), pass->scratch + output * max_taps, range.count);
     }
     return 0;
+}
+
+size_t count_pass_bytes(const Pass *pass) {
+    return pass->scratch_capacity + pass->pair_capacity + pass->quad_capacity + pass->blocks.weight_capacity;
 }
 
 void free_pass(Pass *pass) {
@@ -145,4 +153,5 @@ void free_pass(Pass *pass) {
     free(pass->pair_weights);
     free(pass->quad_weights);
     free(pass->scratch);
+    free_blocks(&pass->blocks);
 }

@@ -4,16 +4,22 @@ import os
 import sys
 from typing import NoReturn
 
+from podscale.errors import TerminatedError
+
 
 def run() -> NoReturn:
-    """Import the commands and run one; a Ctrl-C during the imports ends the process with a sentence, too."""
+    """Import the commands and run one; SIGTERM or Ctrl-C during the imports ends the process with a sentence, too."""
     try:
+        from podscale.cli import stopping
+
+        stopping.handle_stop_signals()
         from podscale.cli import main
 
         main.run()
-    except KeyboardInterrupt:
-        print("podscale: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
+    except KeyboardInterrupt as error:
+        text, code = ("stopped on request", 75) if isinstance(error, TerminatedError) else ("interrupted", 130)
+        print(f"podscale: {text}", file=sys.stderr, flush=True)
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ class UserError(Exception):
     """
 
 
+class JoinError(UserError):
+    """Raised where the other processes of a run cannot be joined; they may be there when it is started again."""
+
+
 class StorageError(UserError):
     """Raised where a store fails: a bucket does not answer, or an object was replaced. No image is to blame."""
 
@@ -47,6 +51,16 @@ def describe_os_error(error: OSError) -> str:
     return f"{text}; {advice}" if advice else text
 
 
+def get_first_line(error: BaseException, length: int | None = None) -> str:
+    """Return the first line of an error's text, or its type's name if it has none, cut to a length.
+
+    >>> get_first_line(ValueError("no such key\\n  in store.cc:12")), get_first_line(KeyboardInterrupt())
+    ('no such key', 'KeyboardInterrupt')
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:length]
+
+
 class PreemptedError(Exception):
     """Raised after a run was asked to stop and has saved its state.
 
@@ -58,13 +72,17 @@ class PreemptedError(Exception):
 
     def __init__(self, step: int, saved_step: int | None = None, *, nothing_new: bool = False) -> None:
         if nothing_new:
-            text = f"before the first step of this session; the same command {_describe_start(step)}"
+            text = f"before the first step of this session; the same command {describe_start(step)}"
         elif saved_step in (None, step):
             text = f"after step {step:,}, which is saved; the same command resumes from there"
         else:
-            text = f"after step {step:,}, which could not be saved; the same command {_describe_start(saved_step or 0)}"
+            text = f"after step {step:,}, which could not be saved; the same command {describe_start(saved_step or 0)}"
         super().__init__(f"stopped on request {text}")
         self.step = step
+
+
+class TerminatedError(KeyboardInterrupt):
+    """Raised by SIGTERM or SIGHUP where no training handles them; what cleans up after Ctrl-C cleans up after these."""
 
 
 class SavedInterruptError(KeyboardInterrupt):
@@ -74,12 +92,17 @@ class SavedInterruptError(KeyboardInterrupt):
         if saved_step in (None, step):
             super().__init__(f"step {step:,} is saved, and the same command resumes from there")
         else:
-            again = _describe_start(saved_step or 0)
+            again = describe_start(saved_step or 0)
             super().__init__(f"step {step:,} could not be saved, and the same command {again}")
         self.step = step
 
 
-def _describe_start(step: int) -> str:
+def describe_start(step: int) -> str:
+    """Return what the same command does to a run whose newest checkpoint is of this step; 0: it has none.
+
+    >>> describe_start(1200), describe_start(0)
+    ('resumes after step 1,200', 'starts again')
+    """
     return f"resumes after step {step:,}" if step else "starts again"
 
 

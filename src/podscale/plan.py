@@ -18,7 +18,8 @@ from podscale.config.suggestions import list_divisors, suggest_numbers
 from podscale.errors import UserError
 from podscale.kernels.layer_spec import CUDNN, HOPPER, REFERENCE, TRITON, Kernels
 from podscale.parallel.batch_norm import Groups, make_tiled_groups
-from podscale.parallel.inputs import Input, find_input
+from podscale.parallel.input_kinds import find_input
+from podscale.parallel.inputs import Input
 from podscale.parallel.strategies import describe_summation, find_summation
 from podscale.parallel.summation import Summation, Transfer
 from podscale.pod import Pod
@@ -220,7 +221,7 @@ class Plan:
             ("batch", f"{b.size:,} images, {self.images_per_device} per device{parts}"),
             ("batch norm", norm),
             ("summation", f"{describe_summation(self.options.summation)}, {self.options.payload} payload"),
-            *([("muon", f"each matrix once a {self.options.orthogonalize}")] if self.memory.update else []),
+            *([("muon", f"each matrix once per {self.options.orthogonalize}")] if self.memory.update else []),
             ("input", f"{lanes} lane{'s' * (lanes > 1)}, {count_lanes_per_host(self)} per host{resident}"),
             ("steps", f"{self.steps:,} ({self.steps_per_epoch:.1f} per epoch), {self.steps_per_call} per call"),
             ("memory", f"about {need / 2**20:,.0f} MiB of {p.memory_bytes / 2**20:,.0f} MiB per device{again}{excess}"),

@@ -160,7 +160,7 @@ def split_slices(shape: str) -> tuple[str, int]:
     return flat, int(count or 1)
 
 
-def named_pod(text: str) -> Pod:
+def parse_pod(text: str) -> Pod:
     """Return a pod that need not exist on this machine.
 
     Args:
@@ -172,11 +172,11 @@ def named_pod(text: str) -> Pod:
     Raises:
         UserError: the chip is not known, or the shape has another form.
 
-    >>> named_pod("v3:32x32").size
+    >>> parse_pod("v3:32x32").size
     2048
-    >>> named_pod("v4:4x4x8").dims
+    >>> parse_pod("v4:4x4x8").dims
     (4, 4, 8)
-    >>> named_pod("v5e:16x16*4").size
+    >>> parse_pod("v5e:16x16*4").size
     1024
     """
     kind, _, shape = text.partition(":")
@@ -221,7 +221,7 @@ def find_pod(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
         flat, slices = split_slices(virtual)
         rows, cols = parse_shape(flat)
         cores = cores or 1
-        return _lay_out(_make_virtual_devices(slices * rows * cols * cores), slices * rows, cols, cores, slices)
+        return _make_torus(_make_virtual_devices(slices * rows * cols * cores), slices * rows, cols, cores, slices)
     if cores:
         _request_cores(cores)
     devices = list(jax.devices())
@@ -240,7 +240,7 @@ def find_pod(shape: str = "", virtual: str = "", cores: int = 0) -> Pod:
         each = f" in each of {slices} slices" if slices > 1 else ""
         present = f"{chips // slices}{each}"
         raise UserError(f"pod.shape {shape} needs {rows * cols} chips{each}, but there are {present}; try {shapes}")
-    return _lay_out(devices, slices * rows, cols, cores, slices)
+    return _make_torus(devices, slices * rows, cols, cores, slices)
 
 
 def make_pod(devices: list[jax.Device], shape: str, cores: int = 0) -> Pod:
@@ -251,7 +251,7 @@ def make_pod(devices: list[jax.Device], shape: str, cores: int = 0) -> Pod:
     count = slices * rows * cols * cores
     if len(devices) < count:
         raise UserError(f"a {shape} torus needs {count} devices, but there are {len(devices)}")
-    return _lay_out(devices[:count], slices * rows, cols, cores, slices)
+    return _make_torus(devices[:count], slices * rows, cols, cores, slices)
 
 
 # --- layout --------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def _request_cores(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _lay_out(devices: list[jax.Device], rows: int, cols: int, cores: int, slices: int = 1) -> Pod:
+def _make_torus(devices: list[jax.Device], rows: int, cols: int, cores: int, slices: int = 1) -> Pod:
     ordered = sorted(devices, key=get_position)
     kind = "cpu" if devices[0].platform == "cpu" else devices[0].device_kind
     hosts = len({d.process_index for d in devices})
@@ -298,7 +298,7 @@ def get_position(device: jax.Device) -> tuple[int, ...]:
 
 
 def _get_slice(device: jax.Device) -> int:
-    """Return the number of a TPU's slice, or of the GPUs that NVLink connects; 0 where JAX does not tell."""
+    """Return the number of a TPU's slice, or of the GPUs that NVLink connects; 0 where JAX does not say."""
     return getattr(device, "slice_index", None) or 0
 
 

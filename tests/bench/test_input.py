@@ -146,7 +146,7 @@ VERDICTS = [
      "threads (1,500 in the first pass); the resize limits it."),
     (make_result(hand_over=2100.0), 9000,
      "This machine cannot feed 9,000 images/s: it loads 2,000 images/s from files with 2 threads; hand-"
-     "over to the device limits it; 9,000 images/s are more than a device takes over."),
+     "over to the device limits it; 9,000 images/s exceed what can be transferred to a device."),
     (make_result(all_=4000.0), 100,
      "This machine can feed 100 images/s: it loads 2,000 images/s from files with 2 threads; what the "
      "loader does besides decoding limits it."),
@@ -165,7 +165,7 @@ def test_other_work_on_the_machine_is_reported(photos):
     result, text = measure(photos), io.StringIO()
     for share, reported in ((0.5, True), (0.99, False)):
         input_table.show_input(result | {"cores_had": share}, Console(file=text, width=200))
-        assert ("had 50% of the cores: other work runs on this machine" in text.getvalue()) == reported
+        assert ("had 50% of the cores: the machine is busy with other work" in text.getvalue()) == reported
         text.truncate(0)
 
 

@@ -16,6 +16,7 @@ from podscale.cli.main import main
 from podscale.data import decode
 from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
+from podscale.report.terminal import show_summary
 from podscale.runs.folder import Run
 from podscale.training.advice import list_warnings
 
@@ -24,12 +25,11 @@ TINY = {"model.width": 4, "train.epochs": 0.2}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with a run of digits of two steps in runs/done."""
+def trained(short_run, tmp_path_factory):
+    """A folder with a run of digits in runs/done, with one checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
-    recipe = podscale.load_recipe("digits").override(TINY)
-    pod, quiet = podscale.find_pod(virtual="1x1"), Console(quiet=True)
-    podscale.train(recipe, pod=pod, folder=folder / "runs" / "done", console=quiet)
+    shutil.copytree(short_run, folder / "runs" / "done")
+    shutil.rmtree(folder / "runs" / "done" / "checkpoints" / "12")
     return folder
 
 
@@ -48,9 +48,9 @@ def test_the_newest_run_with_a_checkpoint_answers_and_is_named(trained, monkeypa
     monkeypatch.chdir(trained)
     assert Run.load_newest().folder.name == newer.name
     assert main(["predict", "runs/done/sample.png"]) == 0
-    assert capsys.readouterr().out.startswith("runs/done, checkpoint 3, validation accuracy ")
+    assert capsys.readouterr().out.startswith("runs/done, checkpoint 23, validation accuracy ")
     assert main(["export", "--to", "model.safetensors"]) == 0
-    assert "runs/done, checkpoint 3" in capsys.readouterr().out
+    assert "runs/done, checkpoint 23" in capsys.readouterr().out
     shutil.rmtree(newer)
 
 
@@ -66,7 +66,7 @@ def test_without_any_checkpoint_the_newest_run_is_named(tmp_path, trained, monke
 def test_json_of_predict_is_all_that_it_prints(trained):
     done = run_podscale(trained, "predict", "runs/done/sample.png", "--run", "runs/done", "--json")
     assert done.stderr == ""
-    assert json.loads(done.stdout)["checkpoint"] == 3
+    assert json.loads(done.stdout)["checkpoint"] == 23
 
 
 def test_progress_is_no_part_of_a_result(tmp_path, capfd, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_batch_that_cannot_fit_is_refused_with_one_that_does(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_batch_larger_than_the_data_set_and_a_slow_decoder_are_warned_of(tmp_path, capsys, monkeypatch):
+def test_a_batch_larger_than_the_data_set_is_warned_of(tmp_path, capsys):
     recipe = podscale.load_recipe("digits").override(TINY | {"batch.size": 2048, "batch.span": 64})
     podscale.train(recipe, pod=podscale.find_pod(virtual="1x1"), folder=tmp_path / "run", console=Console(width=300))
     expected = "warning: batch.size 2,048 exceeds the 1,437 training images; each update repeats some of them"
@@ -124,6 +124,27 @@ def test_a_decoder_that_was_not_built_is_warned_of_once(monkeypatch):
     (text,) = list_warnings(program, {"decoder": decode.select_decoder()}, is_new=True)
     assert text.startswith("using the slow Pillow decoder; install gcc and libjpeg-dev and reinstall Podscale")
     assert list_warnings(program, {"decoder": decode.select_decoder()}, is_new=False) == []
+
+
+def test_suggested_commands_quote_paths(tmp_path, capsys):
+    recipe = podscale.load_recipe("imagefolder").override({"data.path": "my photos"})
+    digits = open_index(podscale.load_recipe("digits").data)
+    unreadable = SimpleNamespace(list_unreadable=lambda: [3, 4])
+    data = SimpleNamespace(train=digits.train, val=unreadable, warnings=())
+    program = SimpleNamespace(data=data, plan=SimpleNamespace(recipe=recipe))
+    (text,) = list_warnings(program, {"decoder": "native"}, is_new=True)
+    assert text.endswith("`podscale data check 'my photos'` lists all")
+    summary = {"run": "my run", "seconds": {}, "accuracy": None, "compile_s": 0, "train_s": 1.0, "images_per_s": 0}
+    show_summary(summary, Console(width=200))
+    assert "predict 'my run/sample.png' --run 'my run'" in capsys.readouterr().out
+
+
+def test_a_folder_in_place_of_a_recipe_is_explained(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my photos").mkdir()
+    assert main(["train", "my photos"]) == 2
+    expected = "train on its images with `podscale train imagefolder --data.path 'my photos'`"
+    assert capsys.readouterr().err == f"podscale: my photos is a folder, not a recipe; {expected}\n"
 
 
 # --- a model of one's own ------------------------------------------------------------------------------------------

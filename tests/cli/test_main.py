@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -38,7 +39,7 @@ COMMANDS = [
 ]
 COMMANDS += [("study",), ("rehearse",), ("bench", "input"), ("bench", "sum")]
 COMMANDS += [("data", "index"), ("data", "check"), ("data", "show"), ("data", "prepare")]
-DIGITS = ("train", "digits", "--train.epochs", "2", "--run", "run", "--json")
+DIGITS = ("train", "digits", "--model.width", "4", "--train.epochs", "2", "--run", "run", "--json")
 
 
 def read_contents(folder):
@@ -106,7 +107,9 @@ def test_the_help_of_training_starts_with_common_options_and_shows_the_recipes_o
     text = capsys.readouterr().out
     lines, words = text.splitlines(), " ".join(text.split())
     assert lines[0] == "usage: podscale train [RECIPE] [options]"
-    assert text.index("--batch.size") < text.index("--data.source") < text.index("--plan.summation")
+    order = ("--data.path", "--batch.size", "--init", "--allow-changed", "--from-scratch", "--data.source")
+    positions = [text.index(option) for option in (*order, "--plan.summation")]
+    assert positions == sorted(positions)
     assert "images per update, over the whole pod (default: 64)" in words
     assert "--optimizer.name lars|sgd|adamw|muon|rmsprop the update rule (default: muon)" in words
     assert "--plan.payload float32|bfloat16" in words
@@ -289,7 +292,7 @@ def test_a_run_killed_in_the_middle_of_a_line_resumes(trained, tmp_path):
 @pytest.mark.heavy
 def test_another_recipe_is_refused_in_a_run_folder(trained):
     folder, _ = trained
-    sentence = run_refused_unchanged(folder, "train", "digits", "--train.epochs", "3", "--run", "run")
+    sentence = run_refused_unchanged(folder, *DIGITS, "--train.epochs", "3")
     assert sentence.startswith("run holds a run of another recipe (train.epochs 2.0, now 3.0)")
 
 
@@ -340,6 +343,13 @@ MISTAKES = [
     (("bench", "step", "digits", "--images", "8", "--evaluate", "--profile"), "leave out --evaluate"),
     (("export", "--to", "x.onnx"), "there is no run under runs"),
     (("export", "nowhere", "--to", "x.onnx"), "there is no run in nowhere"),
+    (("export", "--run", "nowhere", "--to", "x.onnx"), "there is no run in nowhere"),
+    (("export", "nowhere", "--run", "runs/one", "--to", "x.onnx"), "argument --run: not allowed with argument RUN"),
+    (("watch", "--run", "nowhere"), "there is no run in nowhere"),
+    (("watch",), "there is no run under runs; train one first, or name its folder with --run"),
+    (("report",), "there is no run under runs; train one first, or name its folder with --run"),
+    (("report", "--run", "nowhere"), "there is no run in nowhere"),
+    (("report", "nowhere"), "there is no run in nowhere"),
     (("export",), "--to"),
     (("data", "index"), "PATH"),
     (("data", "index", "nowhere"), "there is no folder nowhere"),
@@ -369,6 +379,19 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, monkeypatch, cap
     assert output.count("\n") == 1
     assert words in output
     assert read_contents(tmp_path) == {"file.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RuntimeError("DEADLINE_EXCEEDED: nobody is there"), 69), (ValueError("no such port"), 2)]
+)
+def test_processes_that_cannot_join_each_other_end_with_a_code_that_restarts(error, code, monkeypatch, capfd):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    join = ["--coordinator", "192.0.2.1:4000", "--processes", "2", "--process", "1"]
+    assert main(["train", "digits", *join]) == code
+    assert "cannot join the others at 192.0.2.1:4000: " in capfd.readouterr().err
 
 
 def test_a_typo_in_a_recipe_file_is_found(tmp_path):
@@ -488,7 +511,7 @@ def test_an_empty_class_and_a_broken_file_are_reported_and_training_goes_on(phot
     assert "warning: class folder photos/train/grey holds no images" in done.stdout
     assert "cannot read photos/train/dark/3.jpg" in done.stdout
     words = " ".join(done.stdout.split())
-    assert "warning: 1 image cannot be read: it is replaced in training and wrong in validation;" in words
+    assert "warning: 1 image cannot be read: it is replaced in training and counts as wrong in validation;" in words
     assert "`podscale data check photos` lists all" in words
     assert "photos/train/dark/3.jpg" in (photos / "run" / "bad-images-0.txt").read_text()
 

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 
 import pytest
+from support.short_run import OPTIONS
 
 from podscale.cli import safe_stream
 from podscale.cli.safe_stream import SafeStream
@@ -52,10 +53,9 @@ def test_a_reader_that_stops_reading_is_waited_for_once_and_gets_what_comes_afte
 @pytest.mark.heavy
 @needs_full
 def test_training_tolerates_a_full_disk_for_its_output(tmp_path):
-    words = "train digits --model.width 8 --train.epochs 1 --pod.virtual 1x1 --json --run".split()
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "podscale", *words, str(tmp_path / "run")],
+            [sys.executable, "-m", "podscale", "train", "digits", *OPTIONS, "--json", "--run", str(tmp_path / "run")],
             stderr=full,
             stdout=subprocess.PIPE,
             text=True,
@@ -63,4 +63,4 @@ def test_training_tolerates_a_full_disk_for_its_output(tmp_path):
             check=False,
         )
     assert done.returncode == 0
-    assert '"steps": 12' in done.stdout
+    assert '"steps": 23' in done.stdout

@@ -1,9 +1,11 @@
 """Balanced order: classes equally often, every image of a class once a pass, the same for every split over hosts."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
-from podscale.data.balance import BalancedOrder, make_order
+from podscale.data.balance import BalancedOrder, check_order, make_order
 from podscale.data.order import Order
 from podscale.errors import UserError
 from podscale.recipe import Recipe
@@ -62,6 +64,18 @@ def test_class_that_a_lane_lacks_is_named():
     labels[::2] = 1  # the samples of lane 0
     with pytest.raises(UserError, match=r"lane 0 has none of class 0; use fewer lanes"):
         BalancedOrder(labels, 2, 8, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "refused"), [(1, None), (2, "lane 0 has none of class 0"), (8, "leaves fewer than 500")]
+)
+def test_labels_are_checked_before_an_order_of_them_is_made(lanes, refused):
+    labels = np.zeros(2000, np.int32)
+    labels[::2] = 1
+    recipe = Recipe().override({"data.balance": True, "data.lanes": lanes, "batch.size": 8, "batch.span": 8})
+    for check in (check_order, make_order):
+        with pytest.raises(UserError, match=refused) if refused else nullcontext():
+            check(recipe, labels)
 
 
 def test_recipe_chooses_the_order_and_older_recipes_keep_their_digest():

@@ -169,6 +169,7 @@ def test_the_kind_of_cache_fits_the_limit(option, limit, passes, expected):
 
 CHANGES = {"model.name": "resnet8", "model.stem": "small", "model.width": 8, "data.image_size": SIZE}
 CHANGES |= {"batch.size": 4, "batch.span": 4, "train.epochs": 4, "train.eval_epochs": 2}
+CHANGES |= {"optimizer.name": "sgd"}  # which is compiled sooner than Muon
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.loader_threads import list_loader_threads, no_loader_thread_left  #
 from podscale.config.options import Options
 from podscale.data.decode import crop_image
 from podscale.data.index.dataset import Index, index_files, open_index
-from podscale.data.loader import _TrainMaker, load_eval_batches, load_train_batches
+from podscale.data.loader import _TrainMaker, iterate_train_samples, load_eval_batches, load_train_batches
 from podscale.data.order import Order, compute_crop_boxes, compute_eval_boxes
 from podscale.data.randaugment import augment_image
 from podscale.errors import UserError
@@ -332,9 +332,9 @@ def test_batches_do_not_change_after_delivery(index, recipe):
         np.testing.assert_array_equal(np.asarray(batch.images)[:, 0], make_reference_batch(index, recipe, steps)[0])
 
 
-def test_only_blocks_of_local_devices_are_loaded(index, recipe, monkeypatch):
-    """If half of the devices belong to another process, half of the positions are read."""
-    where = make_sharding(4, 2)
+@pytest.fixture
+def two_local_devices(monkeypatch):
+    """Make all devices but the first two belong to another process."""
     map_all_devices = NamedSharding.addressable_devices_indices_map
     local = set(jax.devices()[:2])
 
@@ -342,7 +342,25 @@ def test_only_blocks_of_local_devices_are_loaded(index, recipe, monkeypatch):
         return {device: index for device, index in map_all_devices(self, shape).items() if device in local}
 
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", map_local_devices)
-    seen = {}
+
+
+@pytest.mark.usefixtures("two_local_devices")
+@pytest.mark.parametrize("at_once", [1, 100, 10_000])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_process_lists_the_samples_of_its_own_lanes(index, recipe, devices, at_once):
+    """It reads them in a pass by its positions: all of two devices, and half, which is one of two lanes, of four."""
+    plan = make_test_plan(recipe, len(index), make_layout(devices, 1, 1), 1)
+    parts = list(iterate_train_samples(plan, make_sharding(devices, 2), at_once))
+    assert max(map(len, parts)) <= max(at_once, recipe.data.lanes)
+    order = Order(len(index), recipe.data.lanes, BATCH, recipe.train.seed)
+    samples, _ = order.get_samples(np.arange(2 * SAMPLES // BATCH)[:, None], np.arange(2 * BATCH // devices))
+    assert np.concatenate(parts).tolist() == sorted(set(samples.ravel().tolist()))
+
+
+@pytest.mark.usefixtures("two_local_devices")
+def test_only_blocks_of_local_devices_are_loaded(index, recipe, monkeypatch):
+    """If half of the devices belong to another process, half of the positions are read."""
+    where, seen = make_sharding(4, 2), {}
 
     def make(self, steps, pool, staging):
         seen["samples"] = self.list_samples(steps)

@@ -101,6 +101,23 @@ def test_a_crop_is_two_rounded_passes_first_horizontal_then_vertical(seed, max_s
     assert np.array_equal(crop_pixels(pixels, box, flip, size), expected)
 
 
+@pytest.mark.parametrize("scale", [0.3, 1, 1.9, 2.4, 3.3, 3.5, 4.9, 5, 5.1, 9])
+@pytest.mark.parametrize("step", [3, 4], ids=["pixels", "jpeg"])
+def test_every_scale_is_exact(scale, step):
+    """Each way to arrange weights and inputs for the processor serves a range of scales."""
+    rng = np.random.default_rng(int(10 * scale))
+    for size in (21, 22, 37, 64):
+        side = max(2, round(scale * size))
+        pixels = rng.integers(0, 256, (side + 5, side + 3, 3), dtype=np.uint8)
+        box, flip = (1.3, 0.6, 1.3 + scale * size, 0.6 + scale * size), bool(size % 2)
+        if step == 3:
+            expected = crop_in_numpy(pixels, box, flip, size)
+            assert np.array_equal(crop_pixels(pixels, box, flip, size), expected), size
+        else:
+            actual, expected = crop_both_ways(make_jpeg(rng, side + 3, side + 5), box, flip, size)
+            assert np.array_equal(actual, expected), size
+
+
 def crop_pixels(pixels, box, flip, size):
     out = np.zeros((1, size, size, 3), np.uint8)
     sizes = np.array([pixels.shape[1::-1]], np.int32)

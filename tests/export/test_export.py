@@ -31,7 +31,7 @@ from podscale.models.weights.names import name_arrays
 from podscale.models.weights.torchvision import from_torchvision, load_torchvision, make_state_dict, to_torchvision
 from podscale.runs.folder import Run
 from podscale.training import loop
-from podscale.training import trained as trained_models
+from podscale.training import restore as trained_models
 from podscale.training.device_input import augment
 
 CHANGES = {"model.width": 8, "train.epochs": 1, "train.eval_epochs": 0.5, "optimizer.average": 0.5}

@@ -6,30 +6,22 @@ import os
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 
-from podscale import pod as pods
-from podscale import recipe as recipes
 from podscale.cli.main import main
 from podscale.data.image_files import list_image_files
 from podscale.errors import UserError
 from podscale.export import inference
 from podscale.runs.folder import Run
-from podscale.training import loop
 from podscale.training import step as steps
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(short_run):
     """A short run on digits."""
-    folder = tmp_path_factory.mktemp("predict") / "run"
-    recipe = recipes.load_recipe("digits").override({"model.width": 8, "train.epochs": 0.2})
-    loop.train(recipe, pod=pods.make_pod(jax.devices(), "1x1"), folder=folder, console=Console(quiet=True))
-    return Run.load(folder)
+    return Run.load(short_run)
 
 
 def save_image(path, seed=0, size=(11, 9)):
@@ -119,7 +111,10 @@ def test_the_predict_command_reports_results_then_unreadable_images(run, tmp_pat
     assert len(a["top"]) == 5
     assert b == {"image": "b.png", "error": "cannot read b.png: the file is empty; replace or remove it"}
     assert c["error"] == "there is no image file c.png; check the path"
-    assert done.stderr.splitlines()[-1] == f"podscale: 2 of 3 images were left out; the first: {b['error']}"
+    assert (
+        done.stderr.splitlines()[-1]
+        == f"podscale: 2 of 3 images could not be read and were skipped; the first: {b['error']}"
+    )
 
 
 @pytest.mark.heavy

@@ -101,7 +101,8 @@ class Campaign:
         target = Path(tempfile.mkdtemp(prefix="failed-", dir=FAILED))
         (target / "problem.txt").write_text(problem)
         shutil.copy(training.log, target / "log.txt")
-        shutil.copytree(training.folder, target / "run", dirs_exist_ok=True, symlinks=True)
+        pipes = shutil.ignore_patterns("pipe")  # of stray files: they cannot be copied
+        shutil.copytree(training.folder, target / "run", dirs_exist_ok=True, symlinks=True, ignore=pipes)
         if training.processes > 1:
             shutil.copytree(training.log.with_suffix(".logs"), target / "logs", dirs_exist_ok=True)
 

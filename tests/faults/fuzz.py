@@ -220,7 +220,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]], int
     "parquet": (_read_parquet, lambda: _write_files(writers.write_parquet, "*.parquet"), 10),
     "index": (_read_index, _make_tables, 15),
     "header": (_read_header, _make_images, 15),
-    "picture": (_decode_image, _make_images, 10),
+    "image": (_decode_image, _make_images, 10),
     "recipe": (_read_recipe, _list_recipes, 15),
     "study": (_read_study, lambda: [STUDY], 5),
     "npz": (_read_npz, _make_npz_files, 8),

@@ -27,7 +27,7 @@ FLAGS = "-std=c11 -g -O1 -Wall -Wextra -ffp-contract=off -fno-omit-frame-pointer
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 BUILDS = {
     "as built": [],
-    "AVX2": ["-DNO_VNNI"],
+    "AVX2": ["-DNO_AVX512"],
     "plain C": ["-DNO_AVX2"],
     "entropy decoding by libjpeg": ["-DNO_FAST_ENTROPY"],
 }
@@ -45,7 +45,7 @@ def write_seeds(folder: Path) -> list[str]:
     seeds += [cmyk, native.tile(cmyk, 2**28)]
     seeds += [make_ppm(rng, 40, 30), make_ppm(rng, 90, 7, b"P6 # pixels\n%d %d 255\t")]
     draw = random.Random(0)  # damage as in tests/faults/fuzz.py, besides what the driver does to all of these
-    whole = fuzz.TARGETS["picture"][1]()
+    whole = fuzz.TARGETS["image"][1]()
     seeds += [damaged for _ in range(DAMAGED) if (damaged := fuzz.damage_seed(whole, draw))]
     paths = [folder / f"{i}.jpg" for i in range(len(seeds))]
     for path, data in zip(paths, seeds, strict=True):

@@ -98,7 +98,8 @@ def test_a_terminal_that_is_gone_ends_the_training_saved_or_not_at_all(tmp_path,
     """With SIGHUP ignored, as by nohup, it goes on, although the terminal takes no output any more."""
     terminal, other_end = pty.openpty()
     code = "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY); "
-    code += f"{'signal.signal(signal.SIGHUP, signal.SIG_IGN); ' * ignored}os.execv(sys.argv[1], sys.argv[1:])"
+    handler = "SIG_IGN" if ignored else "SIG_DFL"  # whatever this process was started with
+    code += f"signal.signal(signal.SIGHUP, signal.{handler}); os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", code, *make_command(tmp_path, *(SHORT if ignored else LONG))]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

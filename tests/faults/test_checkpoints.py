@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
+from support.short_run import OPTIONS, train
 
 from podscale import pod
 from podscale import recipe as recipes
@@ -26,10 +29,8 @@ from podscale.errors import UserError
 from podscale.parallel import checksum
 from podscale.runs.folder import Run
 from podscale.storage.lock import FolderLock
-from podscale.training import last_checkpoint, loop
-from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints, DamagedCheckpointError
-
-QUIET = Console(quiet=True)
+from podscale.training.checkpoint import last as last_checkpoint
+from podscale.training.checkpoint.checkpoints import CheckpointNotSavedError, Checkpoints, DamagedCheckpointError
 
 
 def make_state(seed):
@@ -100,40 +101,23 @@ def test_a_checksum_does_not_depend_on_the_sharding():
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    changes = {"model.width": 8, "train.epochs": 3, "train.eval_epochs": 1}
-    return recipes.override_recipe(recipes.load_recipe("digits"), changes)
-
-
-def train(recipe, folder, **more):
-    return loop.train(recipe, pod=pod.make_pod(jax.devices()[:1], "1x1"), folder=folder, **more)
-
-
 def read_losses(folder):
     return [m["loss"] for m in Run.load(folder).metrics() if m["event"] == "train"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(recipe, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(recipe, folder, console=QUIET)
-    return folder
-
-
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(recipe, undisturbed, tmp_path, capsys):
-    train(recipe, tmp_path, console=QUIET)
-    path = list_files(tmp_path / "checkpoints" / "34")[0]
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(short_run, tmp_path, capsys):
+    run = Path(shutil.copytree(short_run, tmp_path / "run"))
+    path = list_files(run / "checkpoints" / "23")[0]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    (tmp_path / "summary.json").unlink()
-    train(recipe, tmp_path, console=Console(width=200))
+    (run / "summary.json").unlink()
+    train(run, console=Console(width=200))
     output = capsys.readouterr().out
-    assert "checkpoint 34 is damaged" in output
-    assert "resuming after step 23" in output
-    assert (tmp_path / "damaged" / "34").is_dir()
-    assert read_losses(tmp_path) == read_losses(undisturbed)
+    assert "checkpoint 23 is damaged" in output
+    assert "resuming after step 12" in output
+    assert (run / "damaged" / "23").is_dir()
+    assert read_losses(run) == read_losses(short_run)
 
 
 def test_a_second_training_in_a_folder_is_refused_and_names_the_first(tmp_path):
@@ -218,23 +202,23 @@ def test_a_read_only_disk_is_not_reported_as_full(small_disk):
 
 def test_a_run_that_ends_on_a_full_disk_prints_its_result(small_disk, capfd, monkeypatch):
     run, filler = small_disk / "run", small_disk / "filler"
-    command = ["train", "digits", "--model.width", "8", "--train.eval_epochs", "1", "--run", str(run), "--json"]
-    assert main.main([*command, "--train.epochs", "1"]) == 0
+    command = ["train", "digits", *OPTIONS, "--run", str(run), "--json"]
+    assert main.main([*command, "--until", "accuracy=0"]) == 0  # up to step 12
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
     capfd.readouterr()
     fake_time = SimpleNamespace(monotonic=itertools.count(step=700).__next__, sleep=lambda _: None)
     monkeypatch.setattr(last_checkpoint, "time", fake_time)
-    assert main.main([*command, "--train.epochs", "2", "--allow-changed", "recipe"]) == 2
+    assert main.main(command) == 2
     out, err = capfd.readouterr()
     assert json.loads(out)["steps"] == 23
     assert "did not accept the last checkpoint for 2100 s: No space left on device; free space" in err
     assert "Traceback" not in err
 
 
-def test_training_continues_while_the_disk_is_full(recipe, undisturbed, small_disk, capsys, monkeypatch):
+def test_training_continues_while_the_disk_is_full(short_run, small_disk, capsys, monkeypatch):
     """From the second epoch on the disk is full. The end waits for space, and nothing is missing then."""
     run, filler = small_disk / "run", small_disk / "filler"
-    train(recipe, run, until=StopCondition("accuracy", 0.0), console=QUIET)
+    train(run, until=StopCondition("accuracy", 0.0))
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
     seen = []
 
@@ -244,58 +228,60 @@ def test_training_continues_while_the_disk_is_full(recipe, undisturbed, small_di
         filler.unlink()
 
     monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    assert train(recipe, run, console=Console(width=300))["steps"] == 34
-    assert "takes no more: No space left on device" in capsys.readouterr().out
+    assert train(run, console=Console(width=300))["steps"] == 23
+    assert "disk full; checkpoints are not being written; existing checkpoints are intact" in capsys.readouterr().out
     assert seen == [12]
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.newest() == 34
-    assert read_losses(run) == read_losses(undisturbed)
+        assert checkpoints.newest() == 23
+    assert read_losses(run) == read_losses(short_run)
 
 
 @pytest.mark.parametrize(
-    ("stop_requests", "waited_s", "expected_tries"), [([False] * 9, 2100, 2), ([False, True], 1400, 1)]
+    ("stop_requests", "waited_s", "expected_tries", "newest", "again"),
+    [([False] * 9, 2100, 2, 12, "resumes after step 12"), ([False, True], 1400, 1, None, "it starts again")],
 )
-def test_waiting_for_a_full_disk_ends(monkeypatch, stop_requests, waited_s, expected_tries):
+def test_waiting_for_a_full_disk_ends(monkeypatch, stop_requests, waited_s, expected_tries, newest, again):
     fake_time = SimpleNamespace(monotonic=itertools.count(step=700).__next__, sleep=lambda _: None)
     monkeypatch.setattr(last_checkpoint, "time", fake_time)
-    tries = []
+    tries, progress = [], []
     events = SimpleNamespace(
         plan=SimpleNamespace(options=Options(timeout_s=1800)),
         run=SimpleNamespace(where="run"),
         tolerate=lambda _: nullcontext(),
     )
     problem = "No space left on device"
-    checkpoints = SimpleNamespace(wait=lambda: None, is_saved=lambda step: False, newest=lambda: 12, problem=problem)
-    message = rf"^run did not accept the last checkpoint for {waited_s} s: No space left on device; .* after step 12$"
+    checkpoints = SimpleNamespace(
+        wait=lambda: None, is_saved=lambda step: False, newest=lambda: newest, problem=problem
+    )
+    record = partial(progress.append, 1)
+    message = rf"^run did not accept the last checkpoint for {waited_s} s: No space left on device; .* {again}$"
     with pytest.raises(UserError, match=message):
-        last_checkpoint.save_last(lambda: tries.append(1), 34, checkpoints, events, iter(stop_requests))
+        last_checkpoint.save_last(lambda: tries.append(1), 34, checkpoints, events, iter(stop_requests), record)
     assert len(tries) == expected_tries
+    assert len(progress) == expected_tries + 1
 
 
 def test_a_nonfinite_update_is_skipped_on_every_device():
     from podscale.training import compilation
     from podscale.training.setup import load_train_batches, prepare
 
-    short_recipe = recipes.override_recipe(
-        recipes.load_recipe("digits"), {"model.width": 8, "schedule.warmup_epochs": 0}
-    )
-    setup = prepare(short_recipe, pod.make_pod(jax.devices()[:4], "2x2"))
+    recipe = recipes.override_recipe(recipes.load_recipe("digits"), {"model.width": 8, "train.epochs": 2})
+    setup = prepare(recipe, pod.make_pod(jax.devices()[:4], "2x2"))
     call = compilation.compile_train_step(setup)
     with load_train_batches(setup, [range(1), range(1, 2)]) as batches:
         first, second = list(batches)
     state = setup.init_state()
-    broken = state._replace(params=jax.tree.map(lambda a: a.at[..., 0].set(jnp.nan), state.params))
+    params = jax.tree.map(lambda a: a.at[..., 0].set(jnp.nan), state.params)
+    broken = state._replace(params=params, step=state.step + 1)  # in step 0, the learning rate is 0
     before = jax.device_get(broken)
     after, metrics = call(broken, first.images, first.labels, np.int32(1))
     assert metrics.skipped.tolist() == [1]
-    assert int(after.step) == 1
+    assert int(after.step) == 2
     for name in ("params", "stats", "optimizer", "average"):
         for ours, theirs in zip(
             jax.tree.leaves(getattr(after, name)), jax.tree.leaves(getattr(before, name)), strict=True
         ):
             np.testing.assert_array_equal(ours, theirs)
-    state = jax.device_put(
-        jax.tree.map(np.asarray, prepare(short_recipe, setup.plan.pod).init_state()), after.step.sharding
-    )
+    state = jax.device_put(jax.tree.map(np.asarray, prepare(recipe, setup.plan.pod).init_state()), after.step.sharding)
     after, metrics = call(state, second.images, second.labels, np.int32(1))
     assert metrics.skipped.tolist() == [0]

@@ -1,6 +1,7 @@
 """Consecutive non-finite updates: the run rolls back, skips batches, and ends if that does not help."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -17,9 +18,10 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.config.stop_condition import StopCondition
 from podscale.data.order import Order, map_steps_to_batches
-from podscale.errors import DivergedError
+from podscale.errors import DivergedError, UserError
 from podscale.runs.folder import Run
 from podscale.training import compilation, divergence, loop
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.setup import load_train_batches, prepare
 
 QUIET = Console(quiet=True)
@@ -93,7 +95,7 @@ def test_a_run_rolls_back_and_skips_the_batches_before_the_divergence(recipe, sh
 def test_the_second_divergence_ends_the_run_with_a_bundle_to_repeat_it(recipe, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     poison_batches(monkeypatch, recipe, 3, 30)
-    with pytest.raises(DivergedError, match=r"in a row after step 23, and not for the first time; .*/diverged has the"):
+    with pytest.raises(DivergedError, match=r"in a row after step 23, again after a rollback; .*/diverged has the"):
         train(recipe, folder)
     # The first divergence was at step 3: batches are skipped from the first one on.
     assert divergence.read_skipped_batches(folder) == [range(0, 7)]
@@ -116,6 +118,54 @@ def test_the_second_divergence_ends_the_run_with_a_bundle_to_repeat_it(recipe, t
     assert json.loads((tmp_path / "again" / "diverged" / "batches.json").read_text()) == batches
 
 
+class Killed(BaseException):
+    """In the place of a signal that ends the process."""
+
+
+def test_a_run_killed_while_it_rolls_back_to_its_start_does_so_again(recipe, tmp_path, monkeypatch):
+    """There is no checkpoint left then, on purpose: it is not taken for a run that has lost them."""
+    folder = tmp_path / "run"
+    moves = Checkpoints.move_aside
+
+    def move_and_die(*arguments):
+        moves(*arguments)
+        raise Killed
+
+    changed = recipes.override_recipe(recipe, {"train.bad_updates": 10})
+    poison_batches(monkeypatch, changed, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "move_aside", move_and_die)
+        with pytest.raises(Killed):
+            train(changed, folder)
+    assert os.listdir(folder / "undone") == ["12"]
+    summary = train(changed, folder)
+    assert summary["steps"] == 45
+    assert divergence.read_skipped_batches(folder) == [range(13)]
+    with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.read_about(45)["left_out"] == {"batches": [[0, 12]]}
+    (folder / divergence.SKIPPED_BATCHES).unlink()  # as after a loss of power
+    with pytest.raises(
+        UserError, match=r"left-out.json does not list the batches that the run's checkpoint of step 45"
+    ):
+        train(changed, folder)
+
+
+def test_a_list_of_skipped_batches_that_is_damaged_or_lost_is_named(tmp_path):
+    path = tmp_path / divergence.SKIPPED_BATCHES
+    assert divergence.read_skipped_batches(tmp_path) == []
+    facts = {"left_out": divergence.describe_skipped_batches([range(3, 7)])}
+    for earlier in (None, {}, {"input": "x"}):
+        divergence.check_skipped_batches(tmp_path, 12, earlier)
+    with pytest.raises(UserError, match=r"left-out.json does not list .* step 12 skips; .* begin with \[\[3, 6\]\]"):
+        divergence.check_skipped_batches(tmp_path, 12, facts)
+    path.write_text(json.dumps(divergence.describe_skipped_batches([range(3, 7), range(20, 28)])))
+    divergence.check_skipped_batches(tmp_path, 12, facts)
+    for text in ("", "{", "[]", "{}", '{"batches": 3}', '{"batches": [3]}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"left-out.json is damaged: it must list the batches"):
+            divergence.read_skipped_batches(tmp_path)
+
+
 def run_podscale(command, **more):
     command_line = [sys.executable, "-m", *shlex.split(command)]
     return subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, **more)
@@ -129,7 +179,7 @@ def test_a_recipe_that_always_diverges_ends_with_its_exit_code_and_one_sentence(
         f"podscale train digits --model.width 8 --pod.virtual 1x2 {peak} --run {tmp_path / 'run'} --json"
     )
     assert process.returncode == DIVERGED, process.stderr[-2000:]
-    assert "and not for the first time" in process.stderr.splitlines()[-1]
+    assert "again after a rollback" in process.stderr.splitlines()[-1]
     assert "Traceback" not in process.stderr
     assert not process.stdout
     how = (tmp_path / "run" / "diverged" / "README.txt").read_text().splitlines()
@@ -149,7 +199,7 @@ def test_steps_take_every_batch_but_the_skipped_ones():
 
 @pytest.mark.parametrize(("save_steps", "bad_updates"), [(1, 10), (3, 10), (7, 10), (0, 10), (0, 1), (2, 1)])
 def test_a_checkpoint_to_roll_back_to_is_always_kept(recipe, save_steps, bad_updates):
-    """At whatever step the limit is reached, the checkpoints kept until then reach back to before the streak."""
+    """At whatever step the limit is reached, a checkpoint is kept from before the first non-finite update."""
     changed = recipes.override_recipe(recipe, {"train.bad_updates": bad_updates})
     short_plan = plan.make_plan(
         changed, pod.Pod("cpu", 1, 1), plan.Counts(1437, 360, 10), Options(save_steps=save_steps, keep=1)
@@ -161,8 +211,8 @@ def test_a_checkpoint_to_roll_back_to_is_always_kept(recipe, save_steps, bad_upd
 
 
 @pytest.mark.slow
-def test_a_streak_of_nonfinite_updates_continues_after_a_stop(recipe, tmp_path, monkeypatch):
-    """A run that is stopped inside the streak is saved there; when resumed, it ends in the same way."""
+def test_the_count_of_nonfinite_updates_continues_after_a_stop(recipe, tmp_path, monkeypatch):
+    """A run that is stopped between non-finite updates is saved there; when resumed, it ends in the same way."""
     poison_batches(monkeypatch, recipe, 25)
     train(recipe, tmp_path / "whole")
     steps = iter(range(100))

@@ -20,7 +20,7 @@ PATCH = """
 import time
 
 def patch():
-    from podscale.training.checkpoint import Checkpoints
+    from podscale.training.checkpoint.checkpoints import Checkpoints
     run, filler, ready = map(Path, {paths!r})
     work = Checkpoints.save
 
@@ -103,7 +103,7 @@ def test_a_disk_that_has_space_again_takes_the_last_checkpoint(full_at_end):
     launcher = start_launcher(PROCESSES, run, *MORE)
     deadline, warned = time.monotonic() + 600, False
     while not warned and time.monotonic() < deadline and launcher.poll() is None:
-        warned = "takes no more" in launcher.stderr.readline()
+        warned = "disk full" in launcher.stderr.readline()
     filler.unlink()
     out, err = wait_for_success(launcher)
     assert warned

@@ -116,6 +116,7 @@ def test_sigterm_before_the_first_step_stops_the_run(tmp_path, monkeypatch):
     assert code in (PREEMPTED, -signal.SIGTERM)
     assert code != PREEMPTED or errors.splitlines()[-1] in (
         "podscale: stopped on request before the first step of this session; the same command starts again",
-        "podscale: stopped; no step was done since the start, and the same command starts again",
+        "podscale: stopped; no step was completed in this session; the same command starts again",
+        "podscale: stopped on request; there is no checkpoint yet, so the same command starts again",
     )
     assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").glob("[0-9]*"))

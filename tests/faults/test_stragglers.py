@@ -1,4 +1,4 @@
-"""A host that is three times slower than the others: named within 20 steps, with the part that is slow."""
+"""A host that is three times slower than the others: it is named, with the part that is slow."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_a_slow_process_is_named_with_the_part_that_is_slow(part, pace, processe
     (straggler,) = find_stragglers(make_paces(pace, processes=processes))
     assert (straggler.process, straggler.host, straggler.part) == (2, "host2", part)
     assert straggler.own_s > straggler.others_s
-    assert "process 2 on host2 holds the others up" in straggler.describe()
+    assert "process 2 on host2 is a straggler" in straggler.describe()
 
 
 def test_a_stalled_process_is_named_as_a_slow_host_only():
@@ -79,6 +79,25 @@ def test_a_straggler_is_reported_once_when_two_more_comparisons_confirm_it():
     assert counts == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
 
 
+def test_windows_of_the_same_number_are_compared_each_once_however_late_they_arrive():
+    """The slow process publishes a window late; where calls are short, several windows arrive at once."""
+    usual, slow = (Pace(0, "host0", 0.3, 0.01, 0.02, 0.005), Pace(1, "host1", 0.3, 0.21, 0.02, 0.005))
+    paces = [[usual] * 5, [usual, usual, slow, slow, slow]]
+
+    def publish(*counts):
+        return [[[n, list(pace)] for n, pace in enumerate(paces[i][:count])] for i, count in enumerate(counts)]
+
+    check, named = StragglerCheck(), []
+    for counts in ((1, 0), (1, 1), (3, 1), (3, 2), (3, 3), (3, 3), (5, 3), (5, 3), (5, 5)):
+        check.compare(publish(*counts))
+        named.append([straggler.process for straggler in check.pop_new()])
+    assert named == [[]] * 8 + [[1]]
+
+    check = StragglerCheck()
+    check.compare(publish(5, 5))
+    assert [straggler.process for straggler in check.pop_new()] == [1]
+
+
 def name_stragglers(calls):
     """Return the numbers of those that are named among processes whose calls took (call, input, stalled, probe) s."""
     checks, named = [StragglerCheck() for _ in calls], []
@@ -100,6 +119,13 @@ def test_a_single_long_stall_names_nobody_and_a_lasting_one_does():
         assert name_stragglers([[USUAL] * 40, [USUAL] * 40, once]) == []
     lasting = [*stalled[:10], *[(0.3, 0.01, 0.2, 0.005)] * 30]
     assert name_stragglers([[USUAL] * 40, [USUAL] * 40, lasting]) == [2]
+
+
+@pytest.mark.parametrize("start", range(4, 9))
+@pytest.mark.parametrize("slow", [(0.3, 0.21, 0.02, 0.005), (0.3, 0.01, 0.2, 0.005), (0.3, 0.01, 0.02, 0.015)])
+def test_a_process_that_becomes_slow_is_named_within_15_calls(start, slow):
+    usual, changed = [USUAL] * (start + 15), [USUAL] * start + [slow] * 15
+    assert name_stragglers([usual, usual, changed]) == [2]
 
 
 def test_probes_that_a_busy_machine_delays_by_chance_name_no_device():
@@ -153,9 +179,13 @@ def test_slow_input_is_named_within_20_steps(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes(3)
-def test_a_host_that_runs_a_third_of_the_time_is_named_within_20_steps(tmp_path):
-    """SIGSTOP and SIGCONT in turns, as on a machine that is busy with other work."""
-    started = start_processes(3, tmp_path, "--batch.size", 96, "--batch.span", 32)
+def test_a_host_that_runs_a_third_of_the_time_is_named(tmp_path):
+    """SIGSTOP and SIGCONT in turns. After how many calls, if nothing else delays the others, is tested above.
+
+    The model is wide enough that a window of four calls takes longer than such a turn: else some windows have none.
+    """
+    options = ["--batch.size", 96, "--batch.span", 32, "--model.width", 16, "--train.epochs", 8]
+    started = start_processes(3, tmp_path, *options)
     wait_for_step(tmp_path, 14, started[0])
     stopped = threading.Event()
 
@@ -181,7 +211,6 @@ def test_a_host_that_runs_a_third_of_the_time_is_named_within_20_steps(tmp_path)
     stragglers = [line for line in read_stragglers(tmp_path) if line["step"] > before]
     assert stragglers
     assert stragglers[0]["part"] in ("host", "step")  # on a CPU, the device stalls with the host
-    assert stragglers[0]["step"] <= before + 20
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from faults.test_stop import SETTINGS, TIMEOUT_S, start, wait_for_exit, wait_for_step
+from support.short_run import OPTIONS
 
 STUCK = 70
 
@@ -43,6 +44,37 @@ def test_a_process_that_sleeps_is_ended_and_its_stacks_are_written(tmp_path):
     stacks = (tmp_path / "run" / "stuck-0.txt").read_text()
     assert "in sleep" in stacks
     assert "run_training" in stacks
+
+
+BLOCKED_PROGRAM = """
+import sys, threading
+from podscale.cli import main as cli
+from podscale.training.checkpoint.folder import CheckpointFolder
+
+def write_part(self, attempt, name, blocks, write=CheckpointFolder.write_part):
+    if attempt.step == 23:  # the last one
+        threading.Event().wait(300)
+    write(self, attempt, name, blocks)
+
+CheckpointFolder.write_part = write_part
+sys.argv = ["podscale", "train", "digits", *sys.argv[1:]]
+cli.run()
+"""
+
+
+@pytest.mark.heavy
+def test_a_last_checkpoint_whose_disk_hangs_ends_the_process(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED_PROGRAM, *OPTIONS, "--plan.timeout_s", "6", "--run", str(tmp_path / "run")],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == STUCK, done.stderr[-2000:]
+    assert "(save the last state); stacks in" in done.stderr
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["12"]
 
 
 @pytest.mark.processes(2)

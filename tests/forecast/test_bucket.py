@@ -13,14 +13,14 @@ from support.faulty_proxy import FaultyProxy
 from support.prepared import open_data_set
 
 from podscale.config.options import Options
-from podscale.data import requests
+from podscale.data.bucket import requests
+from podscale.data.bucket.requests import BLOCK_BYTES
 from podscale.data.loader import load_train_batches
-from podscale.data.requests import BLOCK_BYTES
 from podscale.forecast import bucket as buckets
 from podscale.forecast.bucket import BucketLoad, Contents, describe_contents
 from podscale.plan import Counts, make_plan
-from podscale.planner import questions
-from podscale.pod import Pod, named_pod
+from podscale.planner import queries
+from podscale.pod import Pod, parse_pod
 from podscale.recipe import Recipe, load_recipe, override_recipe
 from podscale.storage.open import open_store
 
@@ -37,7 +37,7 @@ def make_load(source, pod, *, images_per_s=0.0, has_index=False):
 
 
 def test_class_folders_take_a_request_per_image_and_another_to_index_it():
-    load = make_load("folder", named_pod("v3:32x32"), images_per_s=1_000_000.0)
+    load = make_load("folder", parse_pod("v3:32x32"), images_per_s=1_000_000.0)
     assert (load.train_requests, load.eval_requests, load.index_reads) == (1281167, 50000, 1331167)
     assert load.listings == 1 + 1000 + 1331
     assert load.train_bytes == pytest.approx(1281167 * 110_000)
@@ -52,18 +52,27 @@ def test_class_folders_take_a_request_per_image_and_another_to_index_it():
 
 def test_one_host_with_little_data_fetches_shards_in_blocks_and_many_hosts_do_not():
     recipe = override_recipe(load_recipe("resnet50-imagenet-32k"), {"data.lanes": 1})
-    plan = make_plan(recipe, named_pod("v3:2x2"), Counts(10_000, 1000, 1000))
+    plan = make_plan(recipe, parse_pod("v3:2x2"), Counts(10_000, 1000, 1000))
     load = BucketLoad(plan, Contents("tar", 10_000, 1000))
     assert load.in_blocks
     assert load.train_requests == -(-10_000 * 110_000 // BLOCK_BYTES)
-    assert not make_load("tar", named_pod("v3:2x2")).in_blocks  # looks 2 GiB ahead of 141 GB
-    assert not replace(load, plan=plan_imagenet(named_pod("v3:32x32"))).in_blocks
+    reads = load.compute_usd(1e6)["uncached_run"]  # blocks need a disk cache
+    assert reads >= plan.recipe.train.epochs * 10_000 + len(plan.eval_steps()) * load.eval_requests
+    assert not make_load("tar", parse_pod("v3:2x2")).in_blocks  # looks 2 GiB ahead of 141 GB
+    assert not replace(load, plan=plan_imagenet(parse_pod("v3:32x32"))).in_blocks
     assert not replace(load, contents=Contents("folder", 10_000, 1000)).in_blocks
+
+
+def test_the_index_of_shards_takes_the_reads_that_were_measured():
+    pod = parse_pod("v3:2x2")
+    photos, thumbnails = (Contents("tar", 1_000_000, 10, image_bytes=size) for size in (101_000, 2_200))
+    assert BucketLoad(plan_imagenet(pod), photos).index_reads == pytest.approx(1_103_011, rel=0.01)
+    assert BucketLoad(plan_imagenet(pod), thumbnails).index_reads == pytest.approx(9 * 1000, rel=0.1)
 
 
 def test_what_data_prepare_writes_is_cheaper_than_class_folders_and_not_than_itself():
     folder, prepared = (
-        make_load(*words) for words in (("folder", named_pod("v3:32x32")), ("tar", named_pod("v3:32x32")))
+        make_load(*words) for words in (("folder", parse_pod("v3:32x32")), ("tar", parse_pod("v3:32x32")))
     )
     cheaper = buckets.find_cheaper(folder)
     assert cheaper.first_requests < folder.first_requests - 1_331_000
@@ -109,7 +118,7 @@ def test_the_loader_makes_the_requests_that_are_predicted(s3_server, bucket, tmp
 def test_a_plan_for_a_named_pod_says_what_the_bucket_must_deliver_from_counts_alone(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody is there to ask
     recipe = override_recipe(load_recipe("resnet50-imagenet-32k"), {"data.path": "s3://nowhere/imagenet"})
-    rows, values = questions.plan_on_pod(recipe, named_pod("v3:32x32"), Options(), compiles=False)
+    rows, values = queries.plan_on_pod(recipe, parse_pod("v3:32x32"), Options(), compiles=False)
     texts = dict(rows)
     assert (
         "1,281,167 requests (one per image) and 140.9 GB in the first epoch, images of 110 kB (assumed)"
@@ -124,7 +133,7 @@ def test_a_plan_for_a_named_pod_says_what_the_bucket_must_deliver_from_counts_al
         values["forecast"]["parts_s"][part] for part in ("compute", "batch norm", "summation")
     )
     assert values["bucket"]["images_per_s"] == pytest.approx(rate)
-    on_disk = questions.plan_on_pod(
-        load_recipe("resnet50-imagenet-32k"), named_pod("v3:32x32"), Options(), compiles=False
+    on_disk = queries.plan_on_pod(
+        load_recipe("resnet50-imagenet-32k"), parse_pod("v3:32x32"), Options(), compiles=False
     )
     assert "bucket" not in on_disk.values

@@ -18,8 +18,8 @@ from podscale.forecast import choice, probe
 from podscale.forecast.probe import LinearCost, Probe, SampledCost
 from podscale.parallel.strategies import STRATEGIES, find_summation, list_replicated
 from podscale.parallel.summation import Load
-from podscale.planner import questions
-from podscale.pod import Pod, named_pod
+from podscale.planner import queries
+from podscale.pod import Pod, parse_pod
 
 RESNET50 = 25_557_032
 SLOW = LinearCost(2e-3, 3e6)
@@ -90,14 +90,14 @@ def test_the_users_options_are_kept(monkeypatch):
 
 @pytest.mark.parametrize("name", ["v3:4x4", "v5e:16x16", "v4:4x4x4"])
 def test_tpus_use_the_compilers_sum(name):
-    result = choice.choose_summation(Options(), named_pod(name), RESNET50)
+    result = choice.choose_summation(Options(), parse_pod(name), RESNET50)
     assert result.options.summation == "xla"
     assert result.predicted["xla"] <= 1.001 * min(result.predicted.values())
     assert result.source.startswith("the links of v")
 
 
 def test_gpus_not_available_are_chosen_for_by_their_links():
-    result = choice.choose_summation(Options(), named_pod("h100:16x8"), RESNET50)
+    result = choice.choose_summation(Options(), parse_pod("h100:16x8"), RESNET50)
     largest = result.options.summation.split(",")[-1]
     assert result.predicted[largest] <= min(result.predicted.values()) / choice.MAX_TIME_RATIO
     assert result.options.bucket_mib in choice.BUCKETS_MIB
@@ -128,7 +128,7 @@ def test_a_resumed_run_keeps_its_choice():
 @pytest.mark.heavy
 def test_a_plan_lists_the_choice_and_the_times_of_all_strategies():
     recipe = recipes.load_recipe("resnet50-imagenet-32k")
-    rows = dict(questions.plan_on_pod(recipe, named_pod("v3:32x32"), Options(), compiles=False).rows)
+    rows = dict(queries.plan_on_pod(recipe, parse_pod("v3:32x32"), Options(), compiles=False).rows)
     assert rows["summation"].startswith("xla")
     assert all(name in rows["summations"] for name in STRATEGIES)
 

@@ -14,6 +14,7 @@ import podscale
 from podscale import plan as plans
 from podscale import pod as pods
 from podscale import recipe as recipes
+from podscale.config import fields
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.forecast import chips, compute, model
@@ -21,10 +22,11 @@ from podscale.forecast.chips import get_chip, list_kinds
 from podscale.forecast.compute import RESNET50, predict_step_s
 from podscale.forecast.software import PODSCALE, Software
 from podscale.models.functional import make_functional
+from podscale.parallel.shared_matrices import Kind
 from podscale.plan import Memory
 from podscale.planner import plot, published, search
 from podscale.planner.published import IMAGENET
-from podscale.pod import named_pod
+from podscale.pod import parse_pod
 from podscale.report import terminal
 from podscale.training import step as steps
 
@@ -33,7 +35,7 @@ MEMORY = Memory(parameters=300 << 20, optimizer=100 << 20, input_per_image=150_5
 
 
 def predict(pod, recipe=RESNET, work=RESNET50, software=PODSCALE, **options):
-    return model.make_forecast(plans.make_plan(recipe, named_pod(pod), IMAGENET, Options(**options)), work, software)
+    return model.make_forecast(plans.make_plan(recipe, parse_pod(pod), IMAGENET, Options(**options)), work, software)
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_a_model_without_products_still_has_a_forecast():
 
     recipe = recipes.load_recipe("digits")
     work = compute.count_model_work(recipe, *make_functional(Bias()))
-    assert model.make_forecast(plans.make_plan(recipe, named_pod("h200:1x1"), IMAGENET), work).step_s > 0
+    assert model.make_forecast(plans.make_plan(recipe, parse_pod("h200:1x1"), IMAGENET), work).step_s > 0
 
 
 # --- steps and trainings ---------------------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ def test_training_reports_its_step_only_for_known_chips(tmp_path, change_chip):
 
 
 def test_the_tpu_compiler_gets_the_largest_size_of_a_sum():
-    plan = plans.make_plan(RESNET, named_pod("v3:4x4"), IMAGENET)
+    plan = plans.make_plan(RESNET, parse_pod("v3:4x4"), IMAGENET)
     assert steps.make_compiler_options(plan) == {}  # no devices are present
     device = types.SimpleNamespace(platform="tpu")
     here = dataclasses.replace(plan, pod=dataclasses.replace(plan.pod, devices=(device,) * 32))
@@ -309,13 +311,35 @@ def test_a_search_shares_out_the_update_where_that_is_faster():
     assert only.plan.options.summation == "sharded"
 
 
-@pytest.mark.parametrize(("optimizer", "can"), [("lars", True), ("adamw", True), ("muon", False)])
-def test_a_search_tries_sharded_updates_if_the_optimizer_can_update_a_part_of_an_array(optimizer, can):
+@pytest.mark.parametrize(("optimizer", "can"), [("lars", True), ("adamw", True), ("muon", True), ("own", False)])
+def test_a_search_tries_sharded_updates_if_the_optimizer_can_update_a_part_of_an_array(optimizer, can, monkeypatch):
+    monkeypatch.setattr(fields.ADDED_CHOICES, "_parts", {"optimizer.name": ("own",)})
     recipe = recipes.override_recipe(RESNET, {"optimizer.name": optimizer})
-    variants = search._iterate_variants(recipe, named_pod("v3:8x8"), IMAGENET, MEMORY)
+    variants = search._iterate_variants(recipe, parse_pod("v3:8x8"), IMAGENET, MEMORY, {})
     assert ("sharded" in {plan.options.summation for plan in variants}) == can
 
 
+def test_a_search_forecasts_the_orthogonalization_of_sharded_muon():
+    recipe = recipes.override_recipe(RESNET, {"optimizer.name": "muon"})
+    work = dataclasses.replace(RESNET50, matrices={"512x4608": Kind(4, (512, 4608), 1e9)})
+    (sharded,) = (
+        plan
+        for plan in search._iterate_variants(recipe, parse_pod("v3:8x8"), IMAGENET, MEMORY, work.matrices)
+        if (plan.options.summation, plan.micro_batches) == ("sharded", 1)
+    )
+    assert model.make_forecast(sharded, work).orthogonalization_s > 0
+    assert (sharded.options.orthogonalize, sharded.memory.update > 0) == ("pod", True)
+
+
+def test_a_search_finds_the_plans_that_fit_only_because_devices_share_the_optimizer_state():
+    pod = parse_pod("v3:8x8")
+    large = dataclasses.replace(MEMORY, optimizer=pod.memory_bytes)
+    variants = list(search._iterate_variants(RESNET, pod, IMAGENET, large, {}))
+    assert {plan.options.summation for plan in variants} == {"sharded"}
+    assert all(plan.fits_memory for plan in variants)
+
+
+@pytest.mark.heavy
 def test_a_search_keeps_to_its_chips_and_to_its_budget():
     (only,) = search_pods("v3:256")
     assert only.plan.pod.rows * only.plan.pod.cols == 256
@@ -324,9 +348,17 @@ def test_a_search_keeps_to_its_chips_and_to_its_budget():
     assert all(pod.cols == 8 for pod in nodes if pod.rows > 1)
 
 
+@pytest.mark.parametrize("kind", ["v5e", "v6e"])
+def test_a_search_has_several_slices_where_one_would_be_larger_than_there_are(kind):
+    assert [pod.shape for pod in search.iterate_pods(kind, 256)] == ["16x16"]
+    assert [pod.shape for pod in search.iterate_pods(kind, 512)] == ["16x16*2"]
+    assert not list(search.iterate_pods(kind, 300))
+    assert [pod.shape for pod in search.iterate_pods("v3", 4096)] == ["32x128", "64x64"]
+
+
 def test_every_plan_of_a_search_fits_the_memory():
     for result in search_pods("v2"):
-        need = MEMORY.total(result.plan.micro_images, result.plan.input_images)
+        need = result.plan.memory.total(result.plan.micro_images, result.plan.input_images)
         assert need <= plans.USABLE_SHARE * result.plan.pod.memory_bytes
 
 
@@ -349,7 +381,7 @@ def test_an_impossible_search_is_refused_in_one_sentence(text, hours, words):
 @pytest.mark.parametrize("text", ["v3:0x4", "v3:4", "v4:4x4x0", "v3:4x4x4", "v3:-1x4", "v3:axb", "v4:2x2x2x2"])
 def test_a_pod_without_chips_is_refused(text):
     with pytest.raises(UserError, match="shape is ROWSxCOLUMNS"):
-        named_pod(text)
+        parse_pod(text)
 
 
 # --- the plot --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from podscale.parallel.exchanges import list_messages, make_paths
 from podscale.parallel.routes import PATHS, find_hamiltonian_cycle
 from podscale.parallel.strategies import STRATEGIES
 from podscale.parallel.summation import Load
-from podscale.pod import CHIPS, named_pod
+from podscale.pod import CHIPS, parse_pod
 
 RATE, HOP = 70e9, 1e-6
 
@@ -165,12 +165,12 @@ def simulate_round(messages, rows, cols):
     return max(len(way) * HOP for way in ways) + max(carried.values()) / RATE
 
 
-def simulate_swing(rows, cols, lanes, size):
+def simulate_swing(rows, cols, count, size):
     """Halve along every cycle of the paths, on chips numbered in row order, and gather in reverse."""
-    paths, part, seconds = make_paths(rows, cols, lanes), size / lanes, 0.0
+    paths, part, seconds = make_paths(rows, cols, count), size / count, 0.0
     chips = np.arange(rows * cols).reshape(1, rows, cols)
     for stage in list(zip(*paths, strict=True))[:-1]:
-        cycles = [cycle for route in stage for cycle in route.lay(chips).tolist()]
+        cycles = [cycle for route in stage for cycle in route.list_cycles(chips).tolist()]
         part /= len(cycles[0])
         places = [[divmod(chip, cols) for chip in cycle] for cycle in cycles]
         hops = [(here, there, part) for c in places for here, there in zip(c, c[1:] + c[:1], strict=True)]
@@ -195,14 +195,14 @@ def make_torus(rows, cols):
     return {"row": Axis(cols, RATE, HOP, HOP), "column": Axis(rows, RATE, HOP, HOP), "slice": Axis(1, RATE, HOP)}
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 2), (4, 4), (3, 4), (2, 8), (6, 5), (16, 8), (32, 32)])
 @pytest.mark.parametrize("size", [512.0, 102e6])
-def test_swing_takes_as_long_as_its_messages(rows, cols, lanes, size):
-    seconds, expected = network.time_swing(make_torus(rows, cols), lanes, size), simulate_swing(rows, cols, lanes, size)
-    if lanes == 1 or rows == cols:
+def test_swing_takes_as_long_as_its_messages(rows, cols, count, size):
+    seconds, expected = network.time_swing(make_torus(rows, cols), count, size), simulate_swing(rows, cols, count, size)
+    if count == 1 or rows == cols:
         assert seconds == pytest.approx(expected, rel=1e-9)
-    else:  # of lanes along rows and along columns at once, the model takes the slower, and the longest way of all
+    else:  # of paths along rows and along columns at once, the model takes the slower, and the longest way of all
         assert seconds == pytest.approx(expected, rel=0.01)
 
 
@@ -277,12 +277,12 @@ def test_no_sum_is_faster_than_its_bytes_through_all_links(rows, cols, size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_pod_sums_in_positive_time(kind, strategy):
     for shape in ("1x1", "1x8", "4x8", "128x8"):
-        seconds = STRATEGIES[strategy].predict_s(network.PodLinks(named_pod(f"{kind}:{shape}")), Load(1e8))
+        seconds = STRATEGIES[strategy].predict_s(network.PodLinks(parse_pod(f"{kind}:{shape}")), Load(1e8))
         assert seconds > 0 or (shape == "1x1" and get_chip(kind).cores == 1)
 
 
 def test_a_tile_of_one_device_sends_nothing_and_a_larger_one_takes_longer():
-    pod = named_pod("v4:8x8")
+    pod = parse_pod("v4:8x8")
     times = [network.predict_group_s(pod, tile, 4096) for tile in ((1, 1), (1, 2), (2, 2), (4, 4))]
     assert times[0] == 0
     assert times == sorted(times)
@@ -293,14 +293,14 @@ def test_a_tile_of_one_device_sends_nothing_and_a_larger_one_takes_longer():
     [("v3:32x32", (True, True)), ("v3:16x32", (True, False)), ("v4:4x4x8", (True,) * 3), ("v5e:8x8", (False,) * 2)],
 )
 def test_directions_share_the_links_of_rings_that_do_not_close(name, closed):
-    pod, rate = named_pod(name), get_chip(name.partition(":")[0]).link_rate
+    pod, rate = parse_pod(name), get_chip(name.partition(":")[0]).link_rate
     assert [axis.rate for axis in network.make_axes(pod)] == [rate] * len(closed)
     assert [axis.rate for axis in network.make_axes(pod, both_ways=True)] == [rate if c else rate / 2 for c in closed]
 
 
 @pytest.mark.parametrize(("name", "most"), [("v4:8x8", 8192), ("v3:8x8", 4096)])
 def test_small_sums_over_a_tile_go_round_once_and_larger_ones_twice(name, most):
-    pod, row = named_pod(name), get_chip(name[:2])
+    pod, row = parse_pod(name), get_chip(name[:2])
     start = row.start_s + (pod.cores > 1) * row.hop_s
     assert network.predict_group_s(pod, (2, 4), most) == pytest.approx(start + 7 * (row.hop_s + most / row.link_rate))
     hop = row.hop_s + (most + 8) / 8 / row.link_rate
@@ -330,7 +330,7 @@ def test_between_slices_each_chip_sends_what_it_owns_of_its_slice(name):
     """The sum over four slices takes as long as in one, and then as the ring or tree of 1/256 between four."""
     size, chip = 102e6, get_chip("v5e")
     load = Load(size, parameters=size)
-    one, four = (STRATEGIES[name].predict_s(network.PodLinks(named_pod(f"v5e:16x16{end}")), load) for end in ("", "*4"))
+    one, four = (STRATEGIES[name].predict_s(network.PodLinks(parse_pod(f"v5e:16x16{end}")), load) for end in ("", "*4"))
     share = size / 256
     ring = 2 * 3 * (chip.slice_hop_s + share / 4 / chip.slice_rate)
     paths = len(PATHS.get(name, [()]))
@@ -344,4 +344,4 @@ def test_between_slices_each_chip_sends_what_it_owns_of_its_slice(name):
 
 def test_pods_whose_network_between_slices_is_not_known_have_no_forecast():
     with pytest.raises(UserError, match="nothing is known of the network between slices of v3"):
-        network.PodLinks(named_pod("v3:4x4*2")).time_compiler_sum(1e6)
+        network.PodLinks(parse_pod("v3:4x4*2")).time_compiler_sum(1e6)

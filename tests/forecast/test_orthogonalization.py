@@ -8,7 +8,7 @@ from podscale.forecast.model import format_rows, make_forecast
 from podscale.forecast.orthogonalization import choose_group, count_update_bytes, predict_orthogonalization_s
 from podscale.optim.muon_matrices import list_matrices
 from podscale.parallel.shared_matrices import Kind
-from podscale.pod import Pod, named_pod
+from podscale.pod import Pod, parse_pod
 from podscale.recipe import load_recipe
 from podscale.training.setup import plan_recipe
 
@@ -54,7 +54,7 @@ def test_matrices_of_a_vision_transformer_are_counted():
 
 @pytest.mark.parametrize("pod", ["v3:32x32", "v5e:16x16", "h200:1x8", "h200:8x8", "v4:8x8x4"])
 def test_the_fastest_group_is_chosen_and_sharded_parts_are_faster_still(pod):
-    torus, seconds = named_pod(pod), {}
+    torus, seconds = parse_pod(pod), {}
     for group in ("auto", "device", "row", "slice", "pod"):
         seconds[group] = predict_orthogonalization_s(Options(summation="xla", orthogonalize=group), torus, VIT, STEPS)
     assert choose(torus) != "device"
@@ -63,22 +63,22 @@ def test_the_fastest_group_is_chosen_and_sharded_parts_are_faster_still(pod):
 
 
 def test_slow_links_between_nodes_are_left_alone():
-    assert choose(named_pod("h200:8x8")) == "row"
+    assert choose(parse_pod("h200:8x8")) == "row"
 
 
 def test_one_device_does_all():
-    assert choose(named_pod("h200:1x1")) == choose(Pod("cpu", 1, 1)) == "device"
+    assert choose(parse_pod("h200:1x1")) == choose(Pod("cpu", 1, 1)) == "device"
 
 
 def test_sharded_parts_are_shared_by_the_pod_and_rules_without_matrices_by_nobody():
-    torus = named_pod("v3:2x2")
+    torus = parse_pod("v3:2x2")
     assert choose(torus, Options(summation="sharded", orthogonalize="row")) == "pod"
     assert choose(torus, kinds={}) == "device"
     assert predict_orthogonalization_s(XLA, torus, {}, STEPS) == count_update_bytes(XLA, torus, {}) == 0
 
 
 def test_what_the_user_fixes_stays():
-    assert choose(named_pod("v3:32x32"), Options(summation="xla", orthogonalize="device")) == "device"
+    assert choose(parse_pod("v3:32x32"), Options(summation="xla", orthogonalize="device")) == "device"
 
 
 def test_without_figures_of_the_chips_no_group_has_more_idle_devices_than_matrices():
@@ -91,14 +91,14 @@ def test_without_figures_of_the_chips_no_group_has_more_idle_devices_than_matric
 @pytest.mark.slow
 def test_plan_and_forecast_of_muon_on_a_pod():
     adamw = load_recipe("vit-s16-imagenet").override({"batch.size": 32768})
-    recipe, pod = adamw.override({"optimizer.name": "muon"}), named_pod("v3:32x32")
+    recipe, pod = adamw.override({"optimizer.name": "muon"}), parse_pod("v3:32x32")
     plan = plan_recipe(recipe, pod, Options())
     work = count_work(recipe, plan.counts.classes)
     assert sum(kind.count for kind in work.matrices.values()) == 4 * 12 + 1  # and the patches
     forecast = make_forecast(plan, work)
     assert 0 < forecast.orthogonalization_s == forecast.parts["orthogonalization"]
     assert "orthogonalization" in dict(format_rows(forecast))["step"]
-    assert dict(plan.rows())["muon"] == f"each matrix once a {plan.options.orthogonalize}"
+    assert dict(plan.rows())["muon"] == f"each matrix once per {plan.options.orthogonalize}"
     assert plan.to_dict()["orthogonalize"] == plan.options.orthogonalize != "device"
     assert plan.memory.update == plan.to_dict()["bytes_per_device"]["update"] > 0
     alone = plan_recipe(recipe, pod, Options(orthogonalize="device"))

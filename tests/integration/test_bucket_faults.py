@@ -146,7 +146,7 @@ def test_a_shard_that_is_replaced_during_a_run_ends_it_with_a_sentence(proxy, bu
     open_store(f"s3://{bucket}").write("photos/val-00000.tar", (root / "train-00000.tar").read_bytes())
     ((code,), ((_, errors),)) = wait_for_exit([process])
     assert code == 2, errors[-3000:]
-    assert "photos/val-00000.tar: it was replaced since it was indexed" in read_sentence(errors)
+    assert "photos/val-00000.tar: it was replaced after it was indexed" in read_sentence(errors)
 
 
 def test_a_run_in_a_bucket_that_cannot_be_written_is_refused_with_a_sentence(

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from support.short_run import STEPS, train
 
-from podscale import pod
-from podscale import recipe as recipes
 from podscale.cli.main import main
 from podscale.config.stop_condition import StopCondition
 from podscale.errors import UserError
@@ -22,30 +21,9 @@ from podscale.export.inference import predict
 from podscale.runs import bucket as buckets
 from podscale.runs.folder import Run
 from podscale.storage.open import open_store
-from podscale.training import loop
-from podscale.training.checkpoint import Checkpoints
-from podscale.training.checkpoint_format import Manifest
-from podscale.training.trained import load_trained
-
-QUIET = Console(quiet=True)
-STEPS = (12, 23)
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    changes = {"model.width": 4, "train.epochs": 2, "train.eval_epochs": 1}
-    return recipes.override_recipe(recipes.load_recipe("digits"), changes)
-
-
-def train(recipe, folder, **more):
-    return loop.train(recipe, pod=pod.make_pod(jax.devices()[:1], "1x1"), folder=folder, **({"console": QUIET} | more))
-
-
-@pytest.fixture(scope="module")
-def on_disk(recipe, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("disk") / "run"
-    train(recipe, folder)
-    return folder
+from podscale.training.checkpoint.checkpoints import Checkpoints
+from podscale.training.checkpoint.format import Manifest
+from podscale.training.restore import load_trained
 
 
 @pytest.fixture(autouse=True)
@@ -80,17 +58,15 @@ def url(request):
 
 
 @pytest.mark.heavy
-def test_a_run_in_a_bucket_has_the_same_bits_and_resumes_from_the_bucket_alone(
-    recipe, on_disk, url, monkeypatch, capsys
-):
-    train(recipe, url, until=StopCondition("accuracy", 0.0))
+def test_a_run_in_a_bucket_has_the_same_bits_and_resumes_from_the_bucket_alone(short_run, url, monkeypatch, capsys):
+    train(url, until=StopCondition("accuracy", 0.0))
     assert Run.load(url).summary()["steps"] == 12
     forget_run(monkeypatch)
-    summary = train(recipe, url, console=Console(width=200))
+    summary = train(url, console=Console(width=200))
     assert "resuming after step 12" in capsys.readouterr().out
     assert summary["steps"] == 23
     forget_run(monkeypatch)
-    assert_same(url, on_disk)
+    assert_same(url, short_run)
     run = Run.load(url)
     assert run.has_checkpoints()
     (image,) = predict(run, [run.folder / "sample.png"])
@@ -104,11 +80,9 @@ def test_a_run_in_a_bucket_has_the_same_bits_and_resumes_from_the_bucket_alone(
 
 
 @pytest.mark.heavy
-def test_a_damaged_object_is_noticed_and_the_run_resumes_from_the_one_before(
-    recipe, on_disk, bucket, monkeypatch, capsys
-):
+def test_a_damaged_object_is_noticed_and_the_run_resumes_from_the_one_before(short_run, bucket, monkeypatch, capsys):
     url = f"s3://{bucket}/run"
-    train(recipe, url)
+    train(url)
     store = open_store(url)
     (key,) = [info.key for info in store.list("checkpoints") if re.search(r"/23-[^/]*/arrays", info.key)]
     data = bytearray(store.read(key))
@@ -117,19 +91,19 @@ def test_a_damaged_object_is_noticed_and_the_run_resumes_from_the_one_before(
     forget_run(monkeypatch)
     with pytest.raises(UserError, match=r"checkpoint s3://.*/checkpoints/23-.* is damaged: .* is not what was saved"):
         load_trained(Run.load(url), "newest")
-    train(recipe, url, console=Console(width=300))
+    train(url, console=Console(width=300))
     output = " ".join(capsys.readouterr().out.split())
     assert "checkpoint 23 is damaged" in output
     assert "resuming after step 12" in output
     forget_run(monkeypatch)
-    assert_same(url, on_disk)
+    assert_same(url, short_run)
     assert store.read(key) == data  # nothing that is damaged is deleted
 
 
 @pytest.mark.heavy
-def test_commands_read_runs_in_buckets(recipe, bucket, tmp_path, monkeypatch, capfd):
+def test_commands_read_runs_in_buckets(bucket, tmp_path, monkeypatch, capfd):
     url = f"s3://{bucket}/run"
-    train(recipe, url)
+    train(url)
     forget_run(monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert main(["eval", "--run", url, "--json"]) == 0
@@ -153,7 +127,7 @@ def test_commands_read_runs_in_buckets(recipe, bucket, tmp_path, monkeypatch, ca
 
 
 def test_a_bucket_that_takes_no_more_keeps_old_checkpoints(bucket, monkeypatch):
-    from podscale.training.checkpoint import CheckpointNotSavedError
+    from podscale.training.checkpoint.checkpoints import CheckpointNotSavedError
 
     folder = buckets.resolve_folder(f"s3://{bucket}/run")
     with buckets.open_lock(folder) as lock:

@@ -5,11 +5,14 @@ import os
 import signal
 import sys
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 from support.processes import (
     SETTINGS,
     assert_same_to_rounding,
+    list_children,
     start,
     start_launcher,
     train_in_process,
@@ -49,10 +52,11 @@ def start_elastic(tmp_path, processes, limits, *more):
     return start_launcher(processes, tmp_path / "run", *MORE, *more, launch=launch)
 
 
-@pytest.mark.slow
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.processes(2)
-@pytest.mark.parametrize("slot", [0, 1])
-@pytest.mark.parametrize("summation", ["xla", "sharded"])
+@pytest.mark.parametrize(("summation", "slot"), [("xla", 1), slow("xla", 0), slow("sharded", 0), slow("sharded", 1)])
 def test_the_survivor_of_a_killed_process_goes_on_and_a_replacement_joins(tmp_path, slot, summation):
     process, logs = start_elastic(tmp_path, 2, "1:2", "--plan.summation", summation), tmp_path / "logs"
     wait_for_step(tmp_path / "run", 12, process)
@@ -93,6 +97,30 @@ def test_a_stopped_process_counts_as_lost(tmp_path):
     os.kill(find_pid(logs, 1), signal.SIGSTOP)
     wait_for_success(process)
     assert count(logs, "generation") >= 2
+    killed = [(event["process"], event["reason"]) for event in read_events(logs) if event["event"] == "killed"]
+    assert killed == [(1, "stopped")]
+
+
+@pytest.mark.slow
+@pytest.mark.processes(3)
+def test_a_pod_of_another_size_finds_its_programs_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    process, logs = start_elastic(tmp_path, 2, "1:2", "--train.epochs", "1000"), tmp_path / "logs"
+    await_event(logs, "compiled ahead", 1, process)
+    (result,) = [event for event in read_events(logs) if event["event"] == "compiled ahead"]
+    assert (result["size"], result["status"]) == (1, 0), (logs / "compile-ahead.log").read_text()
+    steps = list_steps(tmp_path)
+    os.kill(find_pid(logs, 1), signal.SIGKILL)
+    await_event(logs, "training", 2, process)
+    assert [len(event["slots"]) for event in read_events(logs) if event["event"] == "generation"][1] == 1
+    assert list_steps(tmp_path) == steps
+    process.send_signal(signal.SIGTERM)
+    assert wait_for_exit([process])[0] == [75]
+
+
+def list_steps(tmp_path):
+    """Return the compiled steps of training and evaluation that are in the cache."""
+    return sorted(path.name for path in tmp_path.glob("cache*/jit_call-*-cache"))
 
 
 @pytest.mark.slow
@@ -122,12 +150,37 @@ def test_all_resume_from_the_checkpoint_when_nobody_is_left(tmp_path):
     assert_same_to_rounding(tmp_path / "run", tmp_path / "one")
 
 
+@pytest.mark.slow
+@pytest.mark.processes(2)
+def test_all_resume_from_the_checkpoint_when_the_coordinator_is_lost(tmp_path):
+    process, logs = start_elastic(tmp_path, 2, "1:2"), tmp_path / "logs"
+    wait_for_step(tmp_path / "run", 40, process)
+    trained = {event["pid"] for event in read_events(logs) if event["event"] == "start"}
+    (coordinator,) = [
+        pid for pid in list_children(process) if b"podscale.processes.elastic.coordinator" in read_command(pid)
+    ]
+    os.kill(coordinator, signal.SIGKILL)
+    _, err = wait_for_success(process)
+    assert "the coordinator is gone; all processes are started again and resume from the last checkpoint" in err
+    assert trained <= {event["pid"] for event in read_events(logs) if event["event"] == "end"}
+    train_in_process(tmp_path / "one", "1x2", LONGER)
+    assert_same_to_rounding(tmp_path / "run", tmp_path / "one")
+
+
+def read_command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["-n", 2, "--elastic", "2", "train"], "--elastic takes MIN:MAX, such as 2:4, not '2'"),
         (["-n", 2, "--elastic", "3:4", "train"], "--elastic 3:4 needs at least 3 processes, but -n is 2"),
-        (["-n", 2, "--elastic", "1:2", "eval"], "--elastic is for train; eval has nothing to go on with"),
+        (
+            ["-n", 2, "--elastic", "1:2", "--restarts", 3, "train"],
+            "--elastic starts lost processes again by itself; leave --restarts out",
+        ),
+        (["-n", 2, "--elastic", "1:2", "eval"], "--elastic works only with train, not with eval"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(arguments, sentence):

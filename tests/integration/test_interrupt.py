@@ -45,8 +45,8 @@ def test_ctrl_c_while_compiling_ends_with_its_exit_code(tmp_path):
     assert process.returncode == 130
     assert errors.splitlines()[-1] in (
         "podscale: interrupted; there is no checkpoint yet, so the same command starts again",
-        "podscale: interrupted; no step was done since the start, and the same command starts again",
-        "podscale: stopped; no step was done since the start, and the same command starts again",
+        "podscale: interrupted; no step was completed in this session; the same command starts again",
+        "podscale: stopped; no step was completed in this session; the same command starts again",
     )
     assert "Traceback" not in errors
 
@@ -261,5 +261,5 @@ def test_a_signal_ends_a_process_whose_main_thread_is_busy_in_native_code_before
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
     assert process.returncode == code
-    expected = "podscale: stopped; no step was done since the start, and the same command resumes after step 7"
+    expected = "podscale: stopped; no step was completed in this session; the same command resumes after step 7"
     assert process.stderr.splitlines()[-1] == expected

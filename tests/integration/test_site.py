@@ -1,6 +1,7 @@
 """The documentation as a site: it is built without a warning, and every link of it works."""
 
 import importlib.util
+import re
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from support.accessibility import find_serious_violations, load_axe
 from support.browser import BINARY, Browser
+
+import podscale
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +60,15 @@ def test_every_link_of_the_site_works(site):
                 assert unquote(address.fragment) in pages[place].anchors, f"{path.name}: {target}"
 
 
+def test_the_api_reference_shows_the_public_names(site):
+    text = (site / "api.html").read_text()
+    headings = re.findall(r'<h2 id="podscale\.[^>]*>\s*<code[^>]*>(?:<[^>]*>)*([\w.]+)', text)
+    assert sorted(headings) == sorted(f"podscale.{name}" for name in podscale.__all__)
+    shown = re.sub(r"<[^>]*>", " ", text).split()
+    assert "plan_recipe" not in shown
+    assert "make_plan" in shown  # in the table of contents
+
+
 def test_nothing_of_the_site_needs_the_network(site):
     for path in site.rglob("*.html"):
         for target in Links(path.read_text()).loaded:
@@ -89,17 +101,29 @@ def test_the_readme_fits_a_screen():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 60
 
 
+def is_main(path):
+    return path.name in ("index.html", "tutorial.html", "recipes.html", "compare.html", "api.html")
+
+
 @pytest.mark.heavy
 @pytest.mark.skipif(BINARY is None, reason="there is no Chromium")
-@pytest.mark.parametrize("dark", [False, True])
-def test_axe_finds_no_serious_violation_on_the_site(site, tmp_path, dark):
+@pytest.mark.parametrize(
+    ("dark", "is_chosen"),
+    [
+        pytest.param(False, is_main, id="main pages"),
+        pytest.param(True, lambda path: path.name == "index.html", id="dark landing page"),
+        pytest.param(False, lambda path: path.name != "404.html", id="all", marks=pytest.mark.slow),
+        pytest.param(True, lambda path: path.name != "404.html", id="all dark", marks=pytest.mark.slow),
+    ],
+)
+def test_axe_finds_no_serious_violation_on_the_site(site, tmp_path, dark, is_chosen):
+    """Page 404 is the theme's own."""
     axe = load_axe(tmp_path)
-    pages = ("index.html", "tutorial.html", "recipes.html", "compare.html", "api.html")
     with Browser() as browser:
-        for name in pages:
-            with browser.open((site / name).as_uri(), dark=dark, ready=None) as tab:
+        for path in filter(is_chosen, sorted(site.glob("*.html"))):
+            with browser.open(path.as_uri(), dark=dark, ready=None) as tab:
                 violations = find_serious_violations(tab, axe)
-                assert not violations, f"{name}: {violations}"
+                assert not violations, f"{path.name}: {violations}"
 
 
 @pytest.mark.heavy

@@ -8,7 +8,7 @@ import pytest
 from integration.test_processes import TIMEOUT_S, find_free_port, read_losses, start
 
 from podscale.runs.folder import Run
-from podscale.training import trained as trained_models
+from podscale.training import restore as trained_models
 
 UPDATES = 200
 LONG = f"--train.epochs {(UPDATES - 0.5) * 128 / 1437} --train.eval_epochs 1000 --plan.check_steps 20".split()

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,11 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.parallel.collectives import gather_parts, scatter_sum
 from podscale.parallel.strategies import STRATEGIES
-from podscale.planner import compile, described_devices
-from podscale.pod import ALL_AXES, TILE, named_pod
+from podscale.planner import compile, topologies
+from podscale.pod import ALL_AXES, TILE, parse_pod
 from podscale.training import setup
 
-pytestmark = pytest.mark.skipif(
-    bool(described_devices.explain_no_compiler(named_pod("v3:2x2"))), reason=described_devices.NO_LIBTPU
-)
+pytestmark = pytest.mark.skipif(bool(topologies.explain_no_compiler(parse_pod("v3:2x2"))), reason=topologies.NO_LIBTPU)
 ROWS, COLS, CORES = 4, 4, 2
 CHIPS, DEVICES = ROWS * COLS, ROWS * COLS * CORES
 SIZE = DEVICES * 4 * 1024  # every chunk is a whole number of 8x128 tiles, so that a gather stays one
@@ -28,7 +25,7 @@ SIZE = DEVICES * 4 * 1024  # every chunk is a whole number of 8x128 tiles, so th
 
 def compile_program(body, size=SIZE):
     """Return the optimized program of a function of `size` float32 on every core of a v3:4x4 with tiles of 2x2."""
-    mesh = described_devices.describe_pod(named_pod(f"v3:{ROWS}x{COLS}")).mesh((2, 2))
+    mesh = topologies.describe_pod(parse_pod(f"v3:{ROWS}x{COLS}")).mesh((2, 2))
 
     def call(x):
         return body(x[0])[None]
@@ -109,8 +106,8 @@ def steps():
     )
     texts = {}
     for mib in (0, 2):
-        plan = setup.plan_recipe(recipe, named_pod("v3:2x2"), Options(bucket_mib=mib, steps_per_call=1))
-        texts[mib] = compile._compile_program(replace(plan, pod=described_devices.describe_pod(plan.pod))).as_text()
+        plan = setup.plan_recipe(recipe, parse_pod("v3:2x2"), Options(bucket_mib=mib, steps_per_call=1))
+        texts[mib] = compile.compile_program(plan).as_text()
     return texts
 
 
@@ -147,7 +144,7 @@ def test_batch_norm_is_one_message_forward_and_one_backward_over_its_tile(steps,
 
 def compile_for_slices(strategy, size):
     """Return the optimized program of a sum of `size` float32 of each chip of two slices of 2x2."""
-    mesh = described_devices.describe_pod(named_pod("v5e:2x2*2")).mesh((1, 2))
+    mesh = topologies.describe_pod(parse_pod("v5e:2x2*2")).mesh((1, 2))
 
     def call(x):
         return STRATEGIES[strategy].sum_small(x[0])[None]

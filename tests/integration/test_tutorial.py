@@ -44,7 +44,7 @@ def test_rendered_photos_have_the_flaws_that_the_tutorial_shows(tmp_path, photos
     assert done.returncode == 1
     assert "fruit/plum/IMG_0031.jpg: image file is truncated" in done.stdout
     assert "IMG_0080 (copy).jpg is also in training" in done.stdout
-    assert "uneven classes in train: 32 images of plum, but 3 of pear" in done.stdout
+    assert "imbalanced classes in train: 32 images of plum, 3 of pear" in done.stdout
 
 
 @pytest.mark.slow

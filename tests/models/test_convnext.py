@@ -13,6 +13,7 @@ from podscale.models import convnext, registry
 PARAMETERS = {"convnext_tiny": 28_589_128, "convnext_small": 50_223_688, "convnext_base": 88_591_464}  # timm's
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_counts_are_the_published_ones(name):
     model = nnx.eval_shape(lambda: registry.build_model(recipe.Model(name=name), 1000, 224))

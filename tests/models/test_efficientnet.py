@@ -26,6 +26,7 @@ PARAMETERS = {  # timm's networks of the same names
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_counts_are_the_published_ones(name):
     model = nnx.eval_shape(lambda: registry.build_model(recipe.Model(name=name), 1000, 224))

@@ -37,6 +37,17 @@ def test_registered_model_is_built_by_name_and_names_are_unique():
     assert "mine" not in registry.list_models()
 
 
+def test_fields_of_another_network_are_refused_with_the_options_that_reset_them():
+    config = make_config(name="vit_small", stem="space_to_depth")
+    families = "which is for resnet and cifarnet"
+    expected = f"vit_small has no model.stem ({families}) and no model.width ({families})"
+    with pytest.raises(UserError) as refusal:
+        registry.build_model(config, 10, 16)
+    assert str(refusal.value) == f"{expected}; reset them with --model.stem small --model.width 64"
+    with pytest.raises(UserError, match=r"resnet8 has no model.positions .*; reset it with --model.positions learned$"):
+        registry.build_model(make_config(positions="sincos"), 10, 16)
+
+
 def test_zero_classes_and_float64_without_64_bit_mode_are_refused():
     with pytest.raises(UserError, match="at least one class"):
         registry.build_model(make_config(), 0, 8)

@@ -177,9 +177,11 @@ def test_bottlenecks_stride_in_the_3x3_convolution():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", ["resnet8", "resnet50"])
-def test_newly_initialized_block_equals_its_shortcut(name):
-    model = registry.build_model(make_config(name=name), 10, 32)
+@pytest.mark.parametrize(
+    ("kind", "depths"), [(resnet.BasicBlock, (1, 1)), (resnet.BottleneckBlock, (2, 1))], ids=["basic", "bottleneck"]
+)
+def test_newly_initialized_block_equals_its_shortcut(kind, depths):
+    model = resnet.ResNet(kind, depths, make_config(), 10, nnx.Rngs(0))
     for mode in (model.train, model.eval):
         mode()
         for block, shortcut in compute_outputs_and_shortcuts(nnx.clone(model), sample_images(16)):

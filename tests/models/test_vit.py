@@ -38,6 +38,7 @@ def count_parameters(model):
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "patch"), PARAMETERS)
 def test_parameter_counts_are_the_published_ones(name, patch):
     model = nnx.eval_shape(lambda: registry.build_model(make_config(name=name, patch=patch), 1000, 224))
@@ -51,7 +52,7 @@ def test_patches_must_divide_the_image():
 
 @pytest.mark.parametrize(("field", "value"), [("width", 32), ("stem", "conv7"), ("padding", "same")])
 def test_fields_of_other_networks_are_refused(field, value):
-    with pytest.raises(UserError, match=f"model.{field} {value} is for .*, not for vit_tiny"):
+    with pytest.raises(UserError, match=f"vit_tiny has no model.{field} .*--model.{field} "):
         registry.build_model(make_config(**{field: value}), 10, 8)
 
 

@@ -20,6 +20,7 @@ def build(tmp_path_factory):
     if missing := [name for name in NEEDED if shutil.which(name) is None]:
         pytest.skip(f"building wheels needs {' and '.join(missing)}")
     folder = tmp_path_factory.mktemp("dist")
+    (folder / "podscale-0.0.1-cp311-abi3-manylinux_2_17_x86_64.whl").touch()  # of an earlier build
     command = [sys.executable, str(ROOT / "packaging" / "build_wheels.py"), "--out", str(folder), "--twice"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -42,6 +43,18 @@ def test_two_builds_of_a_commit_have_the_same_bytes(build):
     folder, output = build
     assert "the second build has the same bytes" in output
     assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.slow
+def test_the_source_archive_builds_a_wheel_with_both_extensions(build, tmp_path):
+    (archive,) = build[0].glob("podscale-*.tar.gz")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(archive)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("podscale-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for module in ("podscale/data/_native.", "podscale/processes/_abort."):
+        assert [name for name in names if name.startswith(module) and name.endswith(".so")]
 
 
 @pytest.mark.slow
@@ -81,6 +94,6 @@ def test_a_wheel_has_every_file_of_the_package_and_no_path_of_this_machine(build
 
 def test_the_job_script_names_the_image_that_the_container_file_makes():
     container = (ROOT / "packaging" / "Containerfile").read_text()
-    assert re.findall(r"^FROM \S+ AS (\w+)$", container, re.M) == ["python", "cpu", "cuda", "tpu"]
+    assert re.findall(r"^FROM \S+ AS (\w+)$", container, re.M) == ["python", "wheel", "cpu", "cuda", "tpu"]
     (image,) = re.findall(r"image: (\S+)", (ROOT / "examples" / "jobset.yaml").read_text())
     assert f"--tag {image} " in container

@@ -26,6 +26,8 @@ from podscale.runs.folder import Run
 from podscale.training import compilation, loop, setup
 from podscale.training.replicas import ReplicaCheck, ReplicaMismatchError
 
+pytestmark = pytest.mark.usefixtures("small_models")  # compiled in half the time of a resnet8
+
 RULES = [{"name": "lars", "form": form} for form in ("mlperf", "scaled", "optax")] + [
     {"name": "sgd"},
     {"name": "adamw"},
@@ -52,7 +54,13 @@ def sample_tree(shapes, seed, copies=()):
 
 
 def make_recipe(**changes):
-    settings = {"model.width": 8, "train.epochs": 2, "train.eval_epochs": 1, "optimizer.average": 0.9}
+    settings = {
+        "model.name": "small_resnet",
+        "model.width": 8,
+        "train.epochs": 2,
+        "train.eval_epochs": 1,
+        "optimizer.average": 0.9,
+    }
     return recipes.override_recipe(recipes.load_recipe("digits"), settings | changes)
 
 
@@ -223,8 +231,8 @@ def test_replicas_are_compared_and_parts_are_not():
     check = ReplicaCheck(prepared.mesh, every=1)
     momentum = jax.tree.map(lambda x: x + jnp.arange(x.size).reshape(x.shape), state.optimizer)
     check.check(1, state._replace(optimizer=momentum))
-    bias = state.params["layers"][4]["bias"]
+    bias = state.params["layers"][2]["bias"]
     copies = [jax.device_put(np.asarray(s.data) + (s.device.id == 3), s.device) for s in bias.addressable_shards]
-    state.params["layers"][4]["bias"] = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, copies)
+    state.params["layers"][2]["bias"] = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, copies)
     with pytest.raises(ReplicaMismatchError):
         check.check(2, state)

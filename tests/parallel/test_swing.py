@@ -89,11 +89,11 @@ def test_whole_arrays_take_a_message_per_doubling(count, messages):
 
 
 def test_on_a_ring_of_four_no_two_messages_share_a_link_and_all_go_one_link():
-    for path in make_paths(4, 4, lanes=4):
+    for path in make_paths(4, 4, count=4):
         for step in path[:-1]:
             assert measure_span(step.list_hops(), 4) == (1, 1)
-    stages = list(zip(*make_paths(4, 4, lanes=4), strict=True))[:-1]
-    for stage in stages:  # and the four lanes use all links at once
+    stages = list(zip(*make_paths(4, 4, count=4), strict=True))[:-1]
+    for stage in stages:  # and the four paths use all links at once
         for along in ("row", "column"):
             hops = [hop for step in stage if step.along == along for hop in step.list_hops()]
             assert len(hops) == 8
@@ -101,18 +101,18 @@ def test_on_a_ring_of_four_no_two_messages_share_a_link_and_all_go_one_link():
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(3, 4), (2, 8), (6, 10), (1, 1), (9, 1), (16, 16)])
-def test_lanes_have_stages_of_the_same_sizes(rows, cols):
-    sizes = {tuple(route.count_chips(rows, cols) for route in path) for path in make_paths(rows, cols, lanes=4)}
+def test_paths_have_stages_of_the_same_sizes(rows, cols):
+    sizes = {tuple(route.count_chips(rows, cols) for route in path) for path in make_paths(rows, cols, count=4)}
     assert len(sizes) == 1
     assert np.prod(sizes.pop()[:-1]) == rows * cols
 
 
 def test_groups_of_an_exchange_cover_every_row_and_column():
     chips = np.arange(24).reshape(2, 3, 4)
-    pairs = Exchange("column", groups=((0, 2, 1),)).lay(chips)
+    pairs = Exchange("column", groups=((0, 2, 1),)).list_cycles(chips)
     assert sorted(pairs.ravel()) == list(range(24))
     np.testing.assert_array_equal(pairs[1], [1, 9, 5])
-    np.testing.assert_array_equal(Exchange("row", groups=((0, 1), (3, 2))).lay(chips)[:2], [[0, 1], [3, 2]])
+    np.testing.assert_array_equal(Exchange("row", groups=((0, 1), (3, 2))).list_cycles(chips)[:2], [[0, 1], [3, 2]])
 
 
 # --- on devices ----------------------------------------------------------------------------------------------------

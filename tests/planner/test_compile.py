@@ -15,17 +15,15 @@ from podscale.forecast.compute import count_work
 from podscale.models import registry
 from podscale.models.functional import make_functional
 from podscale.parallel.summation import make_buckets
-from podscale.planner import answer_cache, compile, described_devices, questions
+from podscale.planner import compile, plan_cache, queries, topologies
 from podscale.planner.compile import Collective, CompilerReport, read_collectives
-from podscale.pod import named_pod
+from podscale.pod import parse_pod
 from podscale.training import setup
 
 needs_libtpu = pytest.mark.skipif(
-    bool(described_devices.explain_no_compiler(named_pod("v3:2x2"))), reason=described_devices.NO_LIBTPU
+    bool(topologies.explain_no_compiler(parse_pod("v3:2x2"))), reason=topologies.NO_LIBTPU
 )
-needs_cuda = pytest.mark.skipif(
-    bool(described_devices.explain_no_compiler(named_pod("h200:1x8"))), reason=described_devices.NO_CUDA
-)
+needs_cuda = pytest.mark.skipif(bool(topologies.explain_no_compiler(parse_pod("h200:1x8"))), reason=topologies.NO_CUDA)
 RESNET = recipes.load_recipe("resnet50-imagenet-32k")
 SMALL = recipes.override_recipe(
     RESNET,
@@ -34,7 +32,7 @@ SMALL = recipes.override_recipe(
 
 
 def make_plan(recipe, pod, **options):
-    return setup.plan_recipe(recipe, named_pod(pod), Options(**options))
+    return setup.plan_recipe(recipe, parse_pod(pod), Options(**options))
 
 
 # --- names and texts -----------------------------------------------------------------------------------------------
@@ -51,7 +49,7 @@ def make_plan(recipe, pod, **options):
     ],
 )
 def test_a_pod_is_named_as_its_compiler_names_it(pod, name):
-    assert described_devices.name_topology(named_pod(pod)) == name
+    assert topologies.name_topology(parse_pod(pod)) == name
 
 
 HLO = """
@@ -81,20 +79,14 @@ def test_equal_collectives_are_reported_together_and_memory_with_its_limit():
 
 @pytest.mark.heavy
 def test_a_missing_compiler_is_reported_in_one_row(monkeypatch):
-    monkeypatch.setattr(described_devices, "_is_installed", lambda name: False)
-    rows, values = questions.plan_on_pod(SMALL, named_pod("v3:2x2"), Options())
-    assert dict(rows)["compiled"] == described_devices.NO_LIBTPU
-    assert values["compiled"] == {"why_not": described_devices.NO_LIBTPU}
+    monkeypatch.setattr(topologies, "_is_installed", lambda name: False)
+    rows, values = queries.plan_on_pod(SMALL, parse_pod("v3:2x2"), Options())
+    assert dict(rows)["compiled"] == topologies.NO_LIBTPU
+    assert values["compiled"] == {"why_not": topologies.NO_LIBTPU}
     assert values["forecast"]["step_s"] > 0
-    assert (
-        dict(questions.plan_on_pod(SMALL, named_pod("h100:1x8"), Options()).rows)["compiled"]
-        == described_devices.NO_CUDA
-    )
-    assert (
-        dict(questions.plan_on_pod(SMALL, named_pod("cpu:2x2"), Options()).rows)["compiled"]
-        == described_devices.NO_COMPILER
-    )
-    assert "compiled" not in dict(questions.plan_on_pod(SMALL, named_pod("v3:2x2"), Options(), compiles=False).rows)
+    assert dict(queries.plan_on_pod(SMALL, parse_pod("h100:1x8"), Options()).rows)["compiled"] == topologies.NO_CUDA
+    assert dict(queries.plan_on_pod(SMALL, parse_pod("cpu:2x2"), Options()).rows)["compiled"] == topologies.NO_COMPILER
+    assert "compiled" not in dict(queries.plan_on_pod(SMALL, parse_pod("v3:2x2"), Options(), compiles=False).rows)
 
 
 # --- the compiler --------------------------------------------------------------------------------------------------
@@ -123,8 +115,8 @@ def compute_bucket_sizes(params, limit):
 
 @needs_libtpu
 def test_a_pod_that_libtpu_refuses_is_reported_in_one_sentence():
-    rows, _ = questions.plan_on_pod(
-        recipes.override_recipe(SMALL, {"batch.size": 448, "data.lanes": 7}), named_pod("v3:1x7"), Options()
+    rows, _ = queries.plan_on_pod(
+        recipes.override_recipe(SMALL, {"batch.size": 448, "data.lanes": 7}), parse_pod("v3:1x7"), Options()
     )
     assert dict(rows)["compiled"].startswith("the compiler knows no pod v3:7x1")
     assert "\n" not in dict(rows)["compiled"]
@@ -145,29 +137,29 @@ def test_the_whole_step_compiles_for_nodes_of_gpus():
 def test_an_answers_key_depends_on_all_its_inputs(monkeypatch):
     base = (RESNET, "v3:32x32", Options(), {})
     keys = {
-        answer_cache.make_key(*base),
-        answer_cache.make_key(recipes.override_recipe(RESNET, {"train.epochs": 1}), *base[1:]),
-        answer_cache.make_key(RESNET, "v3:16x32", *base[2:]),
-        answer_cache.make_key(*base[:2], Options(payload="bfloat16"), {}),
-        answer_cache.make_key(*base[:3], {"compile": False}),
+        plan_cache.make_key(*base),
+        plan_cache.make_key(recipes.override_recipe(RESNET, {"train.epochs": 1}), *base[1:]),
+        plan_cache.make_key(RESNET, "v3:16x32", *base[2:]),
+        plan_cache.make_key(*base[:2], Options(payload="bfloat16"), {}),
+        plan_cache.make_key(*base[:3], {"compile": False}),
     }
-    monkeypatch.setattr(answer_cache, "_list_versions", lambda: {"jax": "another"})
-    keys.add(answer_cache.make_key(*base))
+    monkeypatch.setattr(plan_cache, "_list_versions", lambda: {"jax": "another"})
+    keys.add(plan_cache.make_key(*base))
     assert len(keys) == 6
 
 
 def test_a_cached_answer_is_loaded_unless_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert answer_cache.load_answer("a") is None
-    answer_cache.save_answer("a", {"rows": [["step", "1 ms"]]})
-    assert answer_cache.load_answer("a") == {"rows": [["step", "1 ms"]]}
+    assert plan_cache.load_result("a") is None
+    plan_cache.save_result("a", {"rows": [["step", "1 ms"]]})
+    assert plan_cache.load_result("a") == {"rows": [["step", "1 ms"]]}
     (tmp_path / "podscale/plans/a.json").write_text('{"rows": [')
-    assert answer_cache.load_answer("a") is None
+    assert plan_cache.load_result("a") is None
 
 
 def test_a_recipe_whose_counts_come_from_its_data_is_not_cacheable():
-    assert answer_cache.is_cacheable(RESNET)
-    assert not answer_cache.is_cacheable(recipes.load_recipe("digits"))
+    assert plan_cache.is_cacheable(RESNET)
+    assert not plan_cache.is_cacheable(recipes.load_recipe("digits"))
 
 
 COMMAND = ["-m", "podscale", "plan", "resnet50-imagenet-32k", "--pod", "v3:32x32", "--no-compile", "--json"]

@@ -8,7 +8,7 @@ import pytest
 from podscale.errors import UserError
 from podscale.forecast import chips
 from podscale.planner import published
-from podscale.pod import named_pod
+from podscale.pod import parse_pod
 
 TABLE = chips.read_tables("podscale.planner", "published.toml")["mlperf"]
 
@@ -41,7 +41,7 @@ def test_the_parity_of_the_id_decides_the_half_of_every_row_that_was_not_known()
 def test_every_row_has_a_plan_on_as_many_chips(part):
     count = {row["id"]: row["chips"] for row in TABLE["rows"]}
     for run in published.load_runs(part):
-        pod = named_pod(run.pod)
+        pod = parse_pod(run.pod)
         assert pod.rows * pod.cols == count[run.name]
         plan = published.plan_run(run)
         assert plan.images_per_device * pod.size == run.batch
@@ -51,7 +51,7 @@ def test_every_row_has_a_plan_on_as_many_chips(part):
 def test_every_run_has_a_program_with_a_source(part):
     for run in published.load_runs(part):
         software, options = published.find_software(run)
-        assert software.sums_in_place != named_pod(run.pod).is_gpu_cluster
+        assert software.sums_in_place != parse_pod(run.pod).is_gpu_cluster
         assert options.summation in ("auto", "xla", "ring")
     rows = chips.read_tables("podscale.planner", "published.toml")["software"]
     assert all(len(row["source"]) > 10 for row in rows)
@@ -73,6 +73,12 @@ def test_the_first_half_is_predicted():
     assert errors[len(errors) // 2] <= 0.05
     assert sum(error > 0.25 for error in errors) <= 3
     assert errors[-1] <= 0.30
+
+
+def test_the_second_half_is_predicted_as_well_as_the_documentation_says():
+    errors = sorted(abs(c.error) for c in published.compare_runs("second"))
+    assert errors[len(errors) // 2] <= 0.035
+    assert sum(error > 0.25 for error in errors) == 1
 
 
 def test_boards_that_gave_a_chip_its_level_are_predicted():

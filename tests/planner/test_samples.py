@@ -1,7 +1,6 @@
-"""The sheet of samples shows what the training step gets."""
+"""The grid of samples shows what the training step gets."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -23,7 +22,7 @@ MIXED = {"augment.mixup": 0.3, "augment.erase": 0.5, "batch.size": 32, "batch.sp
 @pytest.mark.heavy
 @pytest.mark.parametrize("step", [0, 50])
 @pytest.mark.parametrize("shape", ["1x1", "2x2"])
-def test_the_sheet_has_the_samples_of_the_training_batch(step, shape):
+def test_the_grid_has_the_samples_of_the_training_batch(step, shape):
     recipe = recipes.override_recipe(recipes.load_recipe("digits"), MIXED)
     data = open_index(recipe.data)
     pod = pods.find_pod(virtual=shape)
@@ -34,23 +33,22 @@ def test_the_sheet_has_the_samples_of_the_training_batch(step, shape):
     ) as batches:
         batch = next(batches)
     images, labels = jax.device_get((batch.images[0, 0], batch.labels[0, 0]))
-    expected, targets = augment.prepare_batch(recipe, images, labels, jnp.int32(step), jnp.arange(32), 10)
+    prepare = jax.jit(augment.prepare_batch, static_argnums=(0, 5))
+    expected, targets = prepare(recipe, images, labels, np.int32(step), np.arange(32), 10)
     expected = np.asarray(expected) * np.array(recipe.data.std) + np.array(recipe.data.mean)
     pixels, soft_labels = samples.load_training_samples(recipe, data, step, 11)
     assert np.abs(pixels - (expected[:11] * 255).clip(0, 255)).max() <= 0.5 + 1e-3
     np.testing.assert_allclose(soft_labels, targets[:11], atol=1e-6)
 
 
-def test_the_sheet_holds_every_image_and_its_caption(tmp_path):
+def test_the_grid_holds_every_image_and_its_caption(tmp_path):
     recipe = recipes.load_recipe("digits")
-    summary = samples.write_sheet(recipe, tmp_path / "sheet.png", count=10)
+    summary = samples.write_grid(recipe, tmp_path / "grid.png", count=10)
     pixels, targets = samples.load_training_samples(recipe, open_index(recipe.data), 0, 10)
     assert summary["captions"] == [str(np.argmax(target)) for target in targets]
-    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    grid = np.asarray(Image.open(tmp_path / "grid.png"))
     side = 96
-    assert np.array_equal(
-        sheet[samples.GAP : samples.GAP + side : 12, samples.GAP : samples.GAP + side : 12], pixels[0]
-    )
+    assert np.array_equal(grid[samples.GAP : samples.GAP + side : 12, samples.GAP : samples.GAP + side : 12], pixels[0])
 
 
 def test_captions_of_mixed_images_name_both_classes():
@@ -65,25 +63,25 @@ def test_captions_of_mixed_images_name_both_classes():
 
 def test_validation_samples_are_drawn_as_evaluation_sees_them(tmp_path):
     recipe = recipes.load_recipe("digits")
-    summary = samples.write_sheet(recipe, tmp_path / "val.png", "val", 5)
+    summary = samples.write_grid(recipe, tmp_path / "val.png", "val", 5)
     assert summary["description"] == "5 of 360 validation samples, as the model sees them"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"path": "sheet.jpg"}, "must end in .png"),
+        ({"path": "grid.jpg"}, "must end in .png"),
         ({"count": 0}, "--images must be 1 to 1024"),
         ({"step": -1}, "--step must be 0 or more"),
-        ({"path": "nowhere/sheet.png"}, "choose another file with --to"),
+        ({"path": "nowhere/grid.png"}, "choose another file with --to"),
     ],
 )
 def test_invalid_arguments_are_refused(tmp_path, arguments, message):
-    path = tmp_path / arguments.pop("path", "sheet.png")
+    path = tmp_path / arguments.pop("path", "grid.png")
     with pytest.raises(UserError, match=message):
-        samples.write_sheet(recipes.load_recipe("digits"), path, **arguments)
+        samples.write_grid(recipes.load_recipe("digits"), path, **arguments)
 
 
 def test_a_missing_data_path_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"name the data with --data\.path"):
-        samples.write_sheet(recipes.load_recipe("imagefolder"), tmp_path / "a.png")
+        samples.write_grid(recipes.load_recipe("imagefolder"), tmp_path / "a.png")

@@ -29,6 +29,12 @@ libc.free(libc.malloc(64) + 8)  # glibc: free(): invalid pointer
 ABORTS = {
     "os.abort": "os.abort()",
     "os.abort in a thread": "thread = threading.Thread(target=os.abort); thread.start(); thread.join()",
+    "os.abort in four threads": """
+barrier = threading.Barrier(4)
+threads = [threading.Thread(target=lambda: (barrier.wait(), os.abort())) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""",
     "abort in C": "ctypes.CDLL(None).abort()",
     "kill": "os.kill(os.getpid(), 6); threading.Event().wait(30)",
     "heap corruption": HEAP_CORRUPTION,
@@ -41,6 +47,26 @@ libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.free, ctypes.c_
 libc.pthread_join(thread, None)
 """,
 }
+FATAL_IN_RUNTIME = """
+import time
+import numpy as np
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+
+def wait(number):
+    time.sleep(60 * int(number))
+    return number
+
+def add(x):
+    late = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jax.numpy.int32), jax.lax.axis_index("x"))
+    return jax.lax.psum(x + late, "x")
+
+places = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()
+add = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=places[0], out_specs=places[1]))
+add(jax.numpy.arange(2.0)).block_until_ready()
+"""
+TWO_DEVICES = "--xla_force_host_platform_device_count=2 --xla_cpu_collective_call_terminate_timeout_seconds=1"
+TWO_DEVICES += " --xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
 MEMBER = """
 import sys, threading
 from podscale.processes import abort_message, group
@@ -70,6 +96,22 @@ def test_an_abort_that_no_lost_peer_causes_keeps_its_signal(name):
     # What freeing a bad pointer does depends on the bytes before it: glibc aborts, or crashes while it looks at them.
     signals = (signal.SIGABRT, signal.SIGSEGV) if name.startswith("heap") else (signal.SIGABRT,)
     assert -done.returncode in signals, done.stderr[-2000:]
+    assert LOST_PEER not in done.stderr
+
+
+@pytest.mark.heavy
+def test_a_fatal_error_of_the_runtime_in_a_thread_of_its_own_keeps_its_signal():
+    """One of two devices does not come to a sum: jaxlib aborts, but no process is lost."""
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALL + FATAL_IN_RUNTIME],
+        env=make_environment(XLA_FLAGS=TWO_DEVICES),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert -done.returncode == signal.SIGABRT, done.stderr[-2000:]
+    assert "Termination timeout for" in done.stderr
     assert LOST_PEER not in done.stderr
 
 

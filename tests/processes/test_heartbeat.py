@@ -6,16 +6,19 @@ import subprocess
 import sys
 
 import pytest
+from support.key_values import LocalClient
 from support.processes import find_free_port, make_environment
 
 from podscale.processes import heartbeat
+from podscale.processes.key_value_store import KeyValueStore, StoreError
+from podscale.processes.monitor import Monitor
 
 PROGRAM = """
 import json, sys, threading, time
 from jax._src.lib import _jax
 from podscale.processes import heartbeat
 from podscale.processes.monitor import Monitor
-from podscale.processes.store import Store
+from podscale.processes.key_value_store import KeyValueStore
 
 address = sys.argv[1]
 service = _jax.get_distributed_runtime_service(address, 3)
@@ -29,7 +32,7 @@ class RecordingHeartbeat(heartbeat.Heartbeat):
     def _exit(self, group_exit):
         exits.setdefault(self._process, group_exit)
 
-stores = [Store(store) for store in stores]
+stores = [KeyValueStore(store) for store in stores]
 beats = zero, one, two = [RecordingHeartbeat(store, number, 3, heartbeat_s=5.0) for number, store in enumerate(stores)]
 monitors = [Monitor(store) for store in stores]
 [monitor.add(beat) for monitor, beat in zip(monitors, beats)]
@@ -129,6 +132,26 @@ def test_a_stopped_process_is_named_by_all_others_before_the_runtime_aborts_them
         assert "Terminating process" not in text, "JAX's runtime was first"
 
 
+def test_signs_of_life_of_a_stranger_are_ignored():
+    client = LocalClient()
+    store = KeyValueStore(client)
+    for name in ("99", "nobody"):
+        client.key_value_set(f"{heartbeat.ALIVE}/{name}", "0 elsewhere")
+    beats = heartbeat.Heartbeat(store, 0, 2, heartbeat_s=60.0)
+    beats.exchange(store)
+    assert beats.read_exit() is None
+    assert client.values[f"{heartbeat.ALIVE}/0"].startswith("0 ")
+
+
+@pytest.mark.parametrize(
+    ("code", "has_hint"), [(1, False), (2, False), (65, False), (69, True), (70, True), (75, True), (130, False)]
+)
+def test_only_an_exit_after_which_a_restart_helps_says_that_the_run_resumes(code, has_hint, capsys):
+    heartbeat.print_exit(heartbeat.GroupExit(code, "it ended"))
+    hint = "; the same command resumes from the last checkpoint, if there is one" if has_hint else ""
+    assert capsys.readouterr().err == f"podscale: it ended{hint}\n"
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -140,3 +163,49 @@ def test_a_stopped_process_is_named_by_all_others_before_the_runtime_aborts_them
 )
 def test_errors_of_collectives_differ_from_other_errors(error, expected):
     assert heartbeat.is_collective_failure(error) is expected
+
+
+RESET = "Gloo AllReduce failed: [pair.cc:534] Read error [127.0.0.1]:16258: Connection reset by peer"
+UNREACHABLE = "process 0 could not reach the others: "
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (StoreError("UNAVAILABLE: failed to connect to all addresses\nmore"), 69, "UNAVAILABLE: failed to connect"),
+        (StoreError("ABORTED: the barrier"), 69, "ABORTED: the barrier"),
+        (ValueError(f"UNKNOWN: {RESET}"), 69, f"UNKNOWN: {RESET}"),
+        (StoreError(f"FAILED_PRECONDITION: Buffer Definition Event: {RESET}"), 69, "FAILED_PRECONDITION: Buffer"),
+        (heartbeat.CollectiveFailedError("process 0 has decided nothing for 3600 s"), 69, "process 0 has decided"),
+        (StoreError("INTERNAL: an instruction has no shape"), None, "JaxRuntimeError: INTERNAL: an instruction"),
+        (KeyError("x"), None, "KeyError: 'x'"),
+    ],
+)
+def test_a_failure_of_the_network_with_nobody_missing_ends_all_with_a_code_that_restarts(error, code, reason):
+    client, monitor = LocalClient(), Monitor()
+    heartbeat.start(monitor, KeyValueStore(client), 0, 1, heartbeat_s=1.0)
+    monitor.stop()
+    try:
+        group_exit = heartbeat.agree_on_exit(error)
+    finally:
+        heartbeat.leave()
+    asked = heartbeat.GroupExit(*json.loads(client.values[heartbeat.END]))
+    if code is None:  # the traceback is printed
+        assert group_exit is None
+        assert (asked.code, asked.reason.startswith(f"process 0 failed: {reason}")) == (1, True)
+    else:
+        assert group_exit == asked
+        assert (asked.code, asked.reason.startswith(UNREACHABLE + reason)) == (code, True)
+
+
+def test_a_process_that_fails_ends_as_the_one_that_was_first():
+    client, monitor = LocalClient(), Monitor()
+    heartbeat.start(monitor, KeyValueStore(client), 0, 1, heartbeat_s=1.0)
+    monitor.stop()
+    client.key_value_set(heartbeat.END, json.dumps([2, "class folder birds/ is empty"]))
+    try:
+        for error in (KeyError("x"), StoreError("UNAVAILABLE: ")):
+            assert heartbeat.agree_on_exit(error) == (2, "class folder birds/ is empty")
+    finally:
+        heartbeat.leave()
+    assert heartbeat.agree_on_exit(KeyError("x")) is None  # alone

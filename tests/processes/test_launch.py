@@ -46,13 +46,17 @@ def test_a_mistake_starts_nothing(arguments, message, capfd, monkeypatch):
     assert message in capfd.readouterr().err
 
 
-def test_a_user_error_of_the_processes_is_printed_once_without_a_restart(tmp_path):
+def test_a_user_error_of_the_processes_is_printed_once_without_a_restart_and_logs_are_continued(tmp_path):
+    log = tmp_path / "logs" / "process-1.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier attempt\n")
     command = [*PROGRAM, "launch", "-n", 2, "--restarts", 5, "--logs", tmp_path / "logs", "train", "nonesuch"]
     (code,), ((out, err),) = wait_for_exit([start(command)])
     assert code == 2
     assert err.count("podscale: there is no recipe") == 1
     assert "starting again" not in err
-    assert "nonesuch" in (tmp_path / "logs" / "process-1.log").read_text()
+    assert log.read_text().startswith("of an earlier attempt\n")
+    assert "nonesuch" in log.read_text()
     assert not out
 
 
@@ -60,6 +64,14 @@ def test_the_cause_of_several_exits_is_a_signal_before_an_exit_code():
     assert launch._find_cause([ProcessExit(0, 69), ProcessExit(3, 1), ProcessExit(2, -9)]) == ProcessExit(2, -9)
     assert launch._find_cause([ProcessExit(0, 69), ProcessExit(3, 70)]) == ProcessExit(3, 70)
     assert ProcessExit(1, -15).code == 69
+
+
+def test_the_coordinators_port_is_none_that_the_system_gives_to_connections():
+    ports = {launch.find_free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert min(ports) >= 61440
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        assert min(ports) > int(file.read().split()[1])
 
 
 def test_gpus_are_divided_among_the_processes(monkeypatch):

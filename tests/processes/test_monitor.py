@@ -5,8 +5,8 @@ import threading
 from support.key_values import LocalClient
 
 from podscale.processes.heartbeat import PEER_LOST, Heartbeat
+from podscale.processes.key_value_store import KeyValueStore
 from podscale.processes.monitor import Monitor
-from podscale.processes.store import Store
 
 LIMIT_S = 60
 
@@ -44,7 +44,7 @@ def list_threads():
 
 
 def test_all_checks_share_two_threads_which_end_with_the_monitor():
-    monitor, checks = Monitor(Store(LocalClient())), [CountingCheck() for _ in range(3)]
+    monitor, checks = Monitor(KeyValueStore(LocalClient())), [CountingCheck() for _ in range(3)]
     for check in checks:
         monitor.add(check)
     assert all(check.is_enough.wait(LIMIT_S) for check in checks)
@@ -54,7 +54,7 @@ def test_all_checks_share_two_threads_which_end_with_the_monitor():
 
 
 def test_a_check_is_not_polled_after_its_block():
-    monitor, inside, outside = Monitor(Store(LocalClient())), CountingCheck(), CountingCheck()
+    monitor, inside, outside = Monitor(KeyValueStore(LocalClient())), CountingCheck(), CountingCheck()
     with monitor.watch(inside):
         assert inside.is_enough.wait(LIMIT_S)
     polls = inside.polls
@@ -82,8 +82,8 @@ def test_checks_are_polled_while_the_store_does_not_answer():
             exits.append(group_exit)
             has_ended.set()
 
-    monitor = Monitor(Store(client))
-    monitor.add(RecordingHeartbeat(Store(client), 1, 2, heartbeat_s=1.0))
+    monitor = Monitor(KeyValueStore(client))
+    monitor.add(RecordingHeartbeat(KeyValueStore(client), 1, 2, heartbeat_s=1.0))
     assert has_ended.wait(LIMIT_S)
     client.continues.set()
     monitor.stop()
@@ -101,7 +101,29 @@ def test_an_exchange_that_fails_is_tried_again():
             else:
                 super().exchange(store)
 
-    check, monitor = FailingOnce(), Monitor(Store(LocalClient()))
+    check, monitor = FailingOnce(), Monitor(KeyValueStore(LocalClient()))
     with monitor.watch(check):
         assert check.is_enough.wait(LIMIT_S)
     monitor.stop()
+
+
+def test_a_check_that_fails_is_reported_once_and_ends_no_other_check(capsys):
+    class Failing(CountingCheck):
+        def poll(self, now):
+            super().poll(now)
+            if self.polls % 2:
+                raise KeyError("polled")
+            return True
+
+        def exchange(self, store):
+            super().exchange(store)
+            raise OSError("exchanged")
+
+    failing, other, monitor = Failing(), CountingCheck(), Monitor(KeyValueStore(LocalClient()))
+    with monitor.watch(failing), monitor.watch(other):
+        assert failing.is_enough.wait(LIMIT_S)
+        assert other.is_enough.wait(LIMIT_S)
+    monitor.stop()
+    error = capsys.readouterr().err
+    assert error.startswith("podscale: Failing failed, and goes on:\nTraceback")
+    assert error.count("Traceback") == 1

@@ -16,8 +16,8 @@ from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.data.index.dataset import open_index
 from podscale.errors import UserError
-from podscale.pod import Pod, named_pod
-from podscale.report import compare, history, mistakes, page
+from podscale.pod import Pod, parse_pod
+from podscale.report import compare, history, mistakes, page, pod_section
 from podscale.runs.folder import Run
 from podscale.training.reporters.background import Background
 
@@ -167,7 +167,8 @@ def test_page_is_self_contained(finished):
     text = write_page(finished)
     for tag, attributes in Reader(text).elements:
         assert tag not in ("link", "iframe", "object", "embed", "base")
-        assert not {"href", "action", "style"} & attributes.keys()
+        assert not {"action", "style"} & attributes.keys()
+        assert attributes.get("href", "#").startswith("#")  # within the page
         assert attributes.get("src", "data:image/png;base64,").startswith("data:image/")
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|@import|url\(|sendBeacon|eval\(", text)
@@ -182,7 +183,7 @@ def test_names_cannot_inject_elements(tmp_path):
     run = make_run(tmp_path / "x<b>y", make_finished_lines(), SUMMARY, recipe, classes=(EVIL, "Käfer", *TEN[2:]))
     write_mistakes(run)
     result = json.loads((run.folder / "findings.json").read_text())
-    result["wrong"][0]["name"], result["wrong"][0]["picture"] = EVIL, 'http://there" onerror="alert(1)'
+    result["wrong"][0]["name"], result["wrong"][0]["thumbnail"] = EVIL, 'http://there" onerror="alert(1)'
     (run.folder / "findings.json").write_text(json.dumps(result))
     run.get_bad_images_path(0).write_text(f"cannot read {EVIL}\n")
     plan = json.loads((run.folder / "plan.json").read_text())
@@ -197,6 +198,15 @@ def test_names_cannot_inject_elements(tmp_path):
     assert EVIL in read.text
     assert "Käfer" in read.text
     assert "x<b>y" in read.text
+
+
+def test_a_registered_summation_is_not_described_as_the_compilers():
+    plan = {"pod": {"rows": 2, "cols": 4, "cores": 1}, "summation": "gathered"}
+    ((_, _, text),) = pod_section.list_phases(plan)
+    assert "registered" in text
+    assert "compiler" not in text
+    ((_, _, text),) = pod_section.list_phases(plan | {"summation": "xla"})
+    assert "compiler" in text
 
 
 @pytest.mark.parametrize(
@@ -261,7 +271,7 @@ def test_non_finite_values_leave_a_gap(tmp_path):
     ]
     read = Reader(write_page(make_run(tmp_path / "run", lines)))
     assert read.data["train"]["loss"] == [2.5, None, None]
-    assert "not a number" in read.text
+    assert "non-finite" in read.text
 
 
 def test_curves_of_long_runs_are_averaged(tmp_path):
@@ -273,13 +283,13 @@ def test_curves_of_long_runs_are_averaged(tmp_path):
 
 def make_paper_run(folder, summation="torus"):
     return make_run(
-        folder, recipe=recipes.load_recipe("resnet50-imagenet-32k"), pod=named_pod("v3:32x32"), summation=summation
+        folder, recipe=recipes.load_recipe("resnet50-imagenet-32k"), pod=parse_pod("v3:32x32"), summation=summation
     )
 
 
 def test_large_pods_are_drawn_as_an_excerpt_and_say_so(tmp_path):
     read = Reader(write_page(make_paper_run(tmp_path / "run")))
-    assert "excerpt of 8 x 8" in read.text
+    assert "drawing shows 8 x 8 of them" in read.text
     assert "takes 124 hops" in read.text
     assert "would take 2,046" in read.text
 
@@ -288,7 +298,7 @@ def test_large_pods_are_drawn_as_an_excerpt_and_say_so(tmp_path):
     ("summation", "text"),
     [
         ("swing", "takes 20 hops"),
-        ("swing_latency", "Every chip exchanges all that it has"),
+        ("swing_latency", "Every chip exchanges all it has"),
         ("swing_latency:4096,torus", "takes 124 hops"),  # of the large sums
     ],
 )
@@ -316,7 +326,8 @@ def test_mistakes_count_every_example_and_order_images_by_confidence():
 def test_mistakes_are_shown_by_class_by_pair_and_by_image(finished):
     text = write_page(finished)
     read, val = Reader(text), open_index(finished.recipe.data).val
-    assert len(read.all("img")) == 3 + 12
+    of_one_pair = max(np.bincount(val.labels[:3]))
+    assert len(read.all("img")) == 3 + 12 + (of_one_pair if of_one_pair > 1 else 0)
     first = val.labels[0]
     assert f"{first + 1} 50.3%, but it is {first} (10.0%)" in read.text
     cells = [cell for cell in read.all("td") if "wrong" in cell.get("class", "")]
@@ -324,6 +335,27 @@ def test_mistakes_are_shown_by_class_by_pair_and_by_image(finished):
     of_class = np.bincount(val.labels, minlength=10)[first]
     wrong = int((val.labels[:3] == first).sum())
     assert f"{of_class - wrong} of {of_class}" in read.text
+
+
+def test_images_of_the_most_confused_classes_are_shown_though_others_are_more_wrong(tmp_path):
+    run = make_run(tmp_path / "run", make_finished_lines(), SUMMARY)
+    index = open_index(run.recipe.data).val
+    predictions = np.stack([index.labels, np.full(len(index), 0.5), np.full(len(index), 0.5)], axis=1)
+    threes, others = np.flatnonzero(index.labels == 3)[:6], np.flatnonzero((index.labels != 3) & (index.labels != 8))
+    predictions[threes, 0], predictions[threes, 1] = 8, 0.3 + 0.01 * np.arange(6)
+    for label in (0, 1, 2, 4, 5, 6, 7, 9):  # sixteen mistakes of higher confidence, no two of the same kind
+        first, second = others[index.labels[others] == label][:2]
+        predictions[first], predictions[second] = (8, 0.9, 0.1), (3, 0.9, 0.1)
+    mistakes.write_mistakes(run, 337, predictions.astype(np.float32), index, 10)
+    result = run.mistakes()
+    assert all(example["label"] != 3 for example in result["wrong"])
+    assert [[example["sample"] for example in pair] for pair in result["pairs"]] == [threes[:1:-1].tolist()]
+    text = write_page(run)
+    read = Reader(text)
+    assert "Most confused: 3 as 8 (6 of " in read.text
+    assert 'Look at <a href="#most-confused">these images</a> and check their labels.' in text
+    assert [heading.get("id") for heading in read.all("h3")].count("most-confused") == 1
+    assert len(read.all("img")) == 12 + 12 + 4
 
 
 def test_bad_images_are_listed_once(finished):
@@ -438,7 +470,7 @@ def test_browser_draws_curves_and_pod(browser, finished):
         assert tab.count("#torus rect.chip") == 4
         assert tab.read_text("#play") == "Pause"
         assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 0)")
-        assert tab.count(".images img") == 15
+        assert tab.count(".images img") == 17
 
 
 @needs_browser
@@ -586,7 +618,7 @@ def test_page_warns_of_a_model_that_does_not_beat_the_baseline_and_says_what_to_
     run = make_run(tmp_path / "run", lines, SUMMARY, classes=("cat", "dog", "owl"))
     labels = np.array([0] * 67 + [1] * 23 + [2] * 10, np.int32)
     predictions = np.tile(np.array([[0, 0.99, 0.01]], np.float32), (100, 1))
-    result = mistakes.summarize_mistakes(337, predictions, labels, 3) | {"wrong": [], "certain": []}
+    result = mistakes.summarize_mistakes(337, predictions, labels, 3) | {"wrong": [], "certain": [], "pairs": []}
     (run.folder / "findings.json").write_text(json.dumps(result))
     text = Reader(write_page(run)).text
     assert "always predicting cat has accuracy 67.00%" in text

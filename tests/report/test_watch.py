@@ -1,18 +1,23 @@
 """The report on loopback: it follows the run, and answers nobody else."""
 
+import json
 import urllib.error
 import urllib.request
 
 import pytest
+from support.browser import BINARY, Browser
 
 from podscale.errors import UserError
 from podscale.recipe import load_recipe
 from podscale.report import watch
+from podscale.runs.bucket import RunBucket, resolve_folder
 from podscale.runs.folder import Run
+from podscale.storage.locations import parse_location
+
+LINE = '{"event": "train", "step": 2, "loss": 1.0, "accuracy": 0.5, "learning_rate": 0.1, "images_per_s": 9.0}\n'
 
 
-@pytest.fixture
-def run(tmp_path):
+def make_run(folder):
     plan = {
         "pod": {"kind": "cpu", "rows": 1, "cols": 1, "cores": 1, "hosts": 1, "devices": 1},
         "tile": [1, 1],
@@ -21,7 +26,12 @@ def run(tmp_path):
     plan |= {"counts": {"train": 8, "val": 4, "classes": 2}, "steps": 3, "steps_per_epoch": 1.0, "steps_per_call": 1}
     plan |= {"images_per_device": 8, "micro_batches": 1, "summation": "xla", "payload": "float32", "bucket_bytes": 0}
     plan |= {"lanes_per_host": 1, "bytes_per_device": {"limit": 1}}
-    return Run.create(tmp_path / "run", load_recipe("digits"), plan, ("cat", "dog"))
+    return Run.create(folder, load_recipe("digits"), plan, ("cat", "dog"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run")
 
 
 def read(address, **headers):
@@ -33,14 +43,60 @@ def test_the_report_follows_the_run(run):
     with watch.serve_report(run) as address:
         assert address.startswith("http://127.0.0.1:")
         assert 'src="report.html"' in read(address)
-        assert "No step done yet" in read(f"{address}report.html")
+        assert "No step completed yet" in read(f"{address}report.html")
         before = read(f"{address}version")
-        line = (
-            '{"event": "train", "step": 2, "loss": 1.0, "accuracy": 0.5, "learning_rate": 0.1, "images_per_s": 9.0}\n'
-        )
-        (run.folder / "metrics.jsonl").write_text(line)
+        (run.folder / "metrics.jsonl").write_text(LINE)
         assert read(f"{address}version") != before
         assert "Step 2 of 3" in read(f"{address}report.html")
+
+
+def test_the_report_follows_a_run_in_a_bucket(tmp_path, bucket, monkeypatch):
+    monkeypatch.setattr(watch, "PULL_S", 0.0)
+    location = parse_location(f"s3://{bucket}/run")
+    (tmp_path / "run").mkdir()
+    owner = RunBucket(location, tmp_path / "run")
+    owner.take_over(1)
+    make_run(tmp_path / "run")
+    owner.push()
+    with watch.serve_report(Run.load(resolve_folder(str(location)))) as address:
+        assert "No step completed yet" in read(f"{address}report.html")
+        before = read(f"{address}version")
+        assert read(f"{address}version") == before
+        (tmp_path / "run" / "metrics.jsonl").write_text(LINE)
+        owner.push()
+        assert read(f"{address}version") != before
+        assert "Step 2 of 3" in read(f"{address}report.html")
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(BINARY is None, reason="there is no Chromium")
+def test_a_reload_keeps_what_the_reader_has_opened_set_and_scrolled_to(run):
+    page = "document.querySelector('iframe').contentDocument"
+    state = (
+        f"[{page}.querySelector('details').open, {page}.getElementById('log-loss').checked, "
+        f"{page}.getElementById('smoothing').value, {page}.getElementById('smoothing-value').textContent, "
+        "document.querySelector('iframe').contentWindow.scrollY]"
+    )
+    with (
+        watch.serve_report(run) as address,
+        Browser() as browser,
+        browser.open(address, height=300, ready=None) as tab,
+    ):
+        tab.wait_for(f"{page}.readyState === 'complete' && {page}.getElementById('log-loss') !== null")
+        tab.evaluate(
+            f"{page}.querySelector('details').open = true, {page}.getElementById('log-loss').checked = true, "
+            f"{page}.getElementById('smoothing').value = 0.9, "
+            f"{page}.getElementById('smoothing').dispatchEvent(new Event('input')), "
+            "document.querySelector('iframe').contentWindow.scrollTo(0, 40), 0"
+        )
+        before = tab.evaluate(state)
+        assert before[0:3] == [True, True, "0.9"]
+        assert before[4] == 40
+        (run.folder / "metrics.jsonl").write_text(LINE)
+        tab.evaluate("reload(), 0")
+        tab.wait_for(f"{page}.readyState === 'complete' && {page}.body.textContent.includes('Step 2 of 3')")
+        tab.wait_for(f"JSON.stringify({state}) === {json.dumps(json.dumps(before, separators=(',', ':')))}")
+        assert tab.problems == []
 
 
 def test_other_paths_and_other_hosts_get_nothing(run):

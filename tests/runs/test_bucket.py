@@ -12,14 +12,15 @@ from podscale.runs.folder import Run
 from podscale.storage.locations import parse_location
 
 
-@pytest.fixture
-def open_run(bucket, tmp_path):
+@pytest.fixture(params=["s3", "gs"])
+def open_run(request, tmp_path):
     """A function that opens the same run, each time as another process would."""
+    bucket = request.getfixturevalue({"s3": "bucket", "gs": "google_bucket"}[request.param])
 
     def open_run():
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        return RunBucket(parse_location(f"s3://{bucket}/runs/one"), folder)
+        return RunBucket(parse_location(f"{request.param}://{bucket}/runs/one"), folder)
 
     return open_run
 
@@ -69,11 +70,25 @@ def test_a_stalled_former_owner_can_commit_nothing_and_overwrites_nothing(open_r
     assert reader.current["generation"] == 2
 
 
+def test_an_owner_whose_lock_was_deleted_uses_no_names_of_a_former_one(open_run):
+    """The lock counts its owners from 1 again, while a stalled former owner may still write."""
+    first, second = open_run(), open_run()
+    first.take_over(1)
+    second.take_over(1)
+    (first.folder / "metrics.jsonl").write_text("stalled\n")
+    first._send("*")
+    assert (first.current["files"], second.current["files"]) == ("files-1", "files-2")
+    assert second.current["generation"] == 2
+    reader = open_run()
+    reader.pull()
+    assert not list(reader.folder.iterdir())
+
+
 def test_files_of_former_owners_are_removed(open_run):
-    for generation in (1, 2, 3):
+    for token in (1, 2, 3):
         run = open_run()
-        run.take_over(generation)
-        (run.folder / "plan.json").write_text(json.dumps(generation))
+        run.take_over(token)
+        (run.folder / "plan.json").write_text(json.dumps(token))
         run.push()
     assert sorted(info.key for info in run.store.list()) == ["current.json", "files-3/plan.json"]
 
@@ -89,6 +104,7 @@ def test_files_that_a_killed_owner_has_left_are_removed_by_the_next(open_run):
     assert sorted(info.key for info in run.store.list()) == ["current.json", "files-9/plan.json"]
 
 
+@pytest.mark.parametrize("open_run", ["s3"], indirect=True)
 def test_listings_that_lag_behind_lose_no_file(open_run, s3_server, monkeypatch):
     run = open_run()
     run.take_over(1)

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from podscale.errors import UserError
 from podscale.recipe import load_recipe, override_recipe
 from podscale.report import counter
-from podscale.runs import environment
+from podscale.runs import environment, ledger
 from podscale.runs.folder import Run
 from podscale.runs.journal import Journal
 from podscale.runs.ledger import PhaseTimer
@@ -214,22 +215,25 @@ def test_lines_are_on_disk_as_soon_as_they_are_written(run):
 # --- the timer -----------------------------------------------------------------------------------------------------
 
 
-def test_phases_sum_to_the_wall_time():
-    before = time.perf_counter()
+@pytest.fixture
+def work(monkeypatch):
+    """A function that lets so many seconds pass on the timer's clock."""
+    now_s = [7.0]
+
+    def pass_seconds(seconds):
+        now_s[0] += seconds
+
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(**vars(time) | {"perf_counter": lambda: now_s[0]}))
+    return pass_seconds
+
+
+def test_phases_sum_to_the_wall_time(work):
     timer = PhaseTimer()
-    after = time.perf_counter()
     for phase in ("train", "evaluate", "train"):
         with timer.measure(phase):
-            time.sleep(0.01)
-    time.sleep(0.02)
-    least = time.perf_counter() - after
-    phases = timer.get_phases()
-    most = time.perf_counter() - before
-    assert least <= sum(phases.values()) <= most
-    assert phases["train"] >= 0.02
-    assert phases["evaluate"] >= 0.01
-    assert phases["other"] >= 0.02
-    assert set(phases) == {"train", "evaluate", "other"}
+            work(1)
+    work(4)
+    assert timer.get_phases() == {"train": 2, "evaluate": 1, "other": 4}
 
 
 def test_time_is_counted_even_if_the_work_fails():
@@ -239,18 +243,15 @@ def test_time_is_counted_even_if_the_work_fails():
     assert timer.get_phases()["train"] > 0
 
 
-def test_a_phase_inside_another_is_counted_once_and_before_the_outer_one_ends():
+def test_a_phase_inside_another_is_counted_once_and_before_the_outer_one_ends(work):
     timer = PhaseTimer()
     with timer.measure("train"):
-        time.sleep(0.01)
+        work(1)
         with timer.measure("check"):
-            time.sleep(0.02)
-        time.sleep(0.01)
-        phases = timer.get_phases()
-    assert phases["train"] >= 0.02
-    assert phases["check"] >= 0.02
-    assert phases["other"] < 0.01
-    assert timer.seconds["check"] == phases["check"]
+            work(4)
+        work(2)
+        assert timer.get_phases() == {"train": 3, "check": 4, "other": 0}
+    assert timer.seconds["check"] == 4
 
 
 # --- the scan of a data set ----------------------------------------------------------------------------------------
@@ -260,9 +261,9 @@ def test_a_phase_inside_another_is_counted_once_and_before_the_outer_one_ends():
 def test_a_scan_reports_its_progress(terminal, monkeypatch):
     monkeypatch.setattr(counter, "LINE_INTERVAL_S", 0)
     shown = io.StringIO()
-    with counter.show_progress(Console(file=shown, force_terminal=terminal, width=100), "indexing") as tell:
+    with counter.show_progress(Console(file=shown, force_terminal=terminal, width=100), "indexing") as report:
         assert "indexing" not in shown.getvalue()
-        tell("images", 1200, 5000)
+        report("images", 1200, 5000)
     assert ("1200/5000" if terminal else "indexing images: 1,200 of 5,000\n") in shown.getvalue()
 
 

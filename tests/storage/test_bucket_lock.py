@@ -12,13 +12,15 @@ from podscale.storage.bucket_lock import LOCK, BucketLock
 from podscale.storage.open import open_store
 
 
-@pytest.fixture(params=["local", "s3", pytest.param("ceph", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", "s3", "gs", pytest.param("ceph", marks=pytest.mark.slow)])
 def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_lock, "BEAT_S", 0.1)
     monkeypatch.setattr(bucket_lock, "LEASE_S", 2.0)
-    monkeypatch.setattr(bucket_lock, "LOOK_S", 0.02)
+    monkeypatch.setattr(bucket_lock, "POLL_S", 0.02)
     if request.param == "local":
         return open_store(tmp_path / "root")
+    if request.param == "gs":
+        return open_store(f"gs://{request.getfixturevalue('google_bucket')}/run")
     name = {"s3": "bucket", "ceph": "ceph_bucket"}[request.param]
     return open_store(f"s3://{request.getfixturevalue(name)}/run")
 
@@ -30,7 +32,7 @@ def test_a_second_owner_is_refused_while_the_first_lives_and_named(store):
             BucketLock(store).acquire()
     with BucketLock(store) as second:
         second.acquire()  # at once: it was released
-        assert (first.generation, second.generation) == (1, 2)
+        assert (first.fencing_token, second.fencing_token) == (1, 2)
 
 
 def test_an_owner_that_is_not_heard_of_is_followed_by_the_next(store, monkeypatch):
@@ -40,7 +42,7 @@ def test_an_owner_that_is_not_heard_of_is_followed_by_the_next(store, monkeypatc
     stalled._try_acquire()  # and never beats
     with BucketLock(store) as second:
         second.acquire()
-        assert second.generation == 2
+        assert second.fencing_token == 2
         stalled._thread.start()  # it wakes up
         stalled._thread.join(10)
         assert not stalled._thread.is_alive()
@@ -58,7 +60,7 @@ def test_an_owner_on_this_machine_that_has_ended_is_not_waited_for(store, monkey
     assert subprocess.run([sys.executable, "-c", code, where], check=False).returncode == 1
     with BucketLock(store) as lock:
         lock.acquire()
-        assert lock.generation == 2
+        assert lock.fencing_token == 2
 
 
 def test_of_many_that_try_at_once_one_gets_it(store):
@@ -85,7 +87,7 @@ def test_a_lock_that_is_not_readable_is_replaced(store):
     store.write(LOCK, b"{")
     with BucketLock(store) as lock:
         lock.acquire()
-        assert lock.generation == 1
+        assert lock.fencing_token == 1
 
 
 def test_a_beat_whose_answer_was_lost_does_not_lose_the_lock(store):
@@ -94,3 +96,39 @@ def test_a_beat_whose_answer_was_lost_does_not_lose_the_lock(store):
         lock._etag = "of an answer that never came"
         assert lock._is_mine()
         assert lock._etag == store.stat(LOCK).etag
+
+
+@pytest.mark.parametrize("store", ["local"], indirect=True)
+@pytest.mark.parametrize("error", [OSError("no answer"), UserError("the keys of the profile are gone")], ids=repr)
+def test_an_owner_whose_store_fails_for_a_while_goes_on_beating(store, error, monkeypatch):
+    """A beat is written though its answer is lost, and then nothing answers, nor are there credentials."""
+    lock, failures, beats = BucketLock(store), threading.Semaphore(0), threading.Semaphore(0)
+    fails = threading.Event()
+
+    class FailingStore:
+        def __getattr__(self, name):
+            if fails.is_set():
+                failures.release()
+                raise error
+            return getattr(store, name)
+
+        def update(self, key, data, etag):
+            if not fails.is_set():
+                etag = store.update(key, data, etag)
+                beats.release()
+                return etag
+            store.update(key, data, store.stat(key).etag)
+            raise bucket_lock.ObjectChangedError(key)
+
+    lock._store = FailingStore()
+    with lock:
+        lock.acquire()
+        fails.set()
+        assert [failures.acquire(timeout=30) for _ in range(3)] == [True] * 3
+        fails.clear()
+        while beats.acquire(blocking=False):
+            pass
+        assert beats.acquire(timeout=30)
+        assert lock._thread.is_alive()
+        with pytest.raises(UserError, match="is being trained by"):
+            BucketLock(store).acquire()

@@ -1,4 +1,7 @@
-"""Stores: a local folder, a bucket on a real S3 server and a container on a real Azure server behave alike."""
+"""Stores: a local folder, a bucket on a real S3 server and a container on a real Azure server behave alike.
+
+So does `gs://`, on a proxy that translates Google's protocol to S3's (`support.google`): no server of it was available.
+"""
 
 import os
 import subprocess
@@ -16,12 +19,14 @@ from podscale.storage.store import ObjectChangedError, make_token
 NAMES = ["a.jpg", "my cat.jpg", "50% off#1?.jpg", "größe+=&.txt", "deep/er/x.y.z"]
 
 
-@pytest.fixture(params=["local", "s3", "az", pytest.param("ceph", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", "s3", "gs", "az", pytest.param("ceph", marks=pytest.mark.slow)])
 def store(request, tmp_path):
     if request.param == "local":
         return open_store(tmp_path / "root")
     if request.param == "az":
         return open_store(f"az://{request.getfixturevalue('container')}/some/folder")
+    if request.param == "gs":
+        return open_store(f"gs://{request.getfixturevalue('google_bucket')}/some/folder")
     name = {"s3": "bucket", "ceph": "ceph_bucket"}[request.param]
     return open_store(f"s3://{request.getfixturevalue(name)}/some/folder")
 

@@ -30,6 +30,14 @@ def test_a_folder_that_others_can_write_to_or_replace_is_refused(tmp_path, mode,
         make_private_folder(tmp_path / "podscale" / "programs")
 
 
+def test_a_folder_for_data_may_be_in_one_that_others_can_write_to_as_an_emptydir_is(tmp_path):
+    tmp_path.chmod(0o777)
+    make_private_folder(tmp_path / "podscale" / "data", check_parents=False)
+    (tmp_path / "podscale" / "data").chmod(0o770)
+    with pytest.raises(PermissionError, match=r"other users can write to .*data"):
+        make_private_folder(tmp_path / "podscale" / "data", check_parents=False)
+
+
 def test_a_link_to_a_folder_that_others_can_write_to_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)

@@ -19,12 +19,15 @@ from podscale.storage.lock import FolderLock
 from podscale.study import grid, results
 from podscale.study import run as run_module
 
+pytestmark = pytest.mark.usefixtures("small_models")  # compiled in half the time of a resnet8
+
 TINY = """# Does it matter?
 recipe = "digits"
 seeds = [3, 4]
 
 [set]
 train.epochs = 1
+"model.name" = "small_resnet"
 "model.width" = 8
 
 [grid]
@@ -263,7 +266,7 @@ def test_the_plot_has_a_point_and_an_error_bar_for_every_case(finished_study):
 
 @pytest.mark.heavy
 def test_a_failed_training_does_not_affect_the_others(write_study, tmp_path):
-    text = 'recipe = "digits"\n[set]\ntrain.epochs = 1\nmodel.width = 8\n'
+    text = 'recipe = "digits"\n[set]\ntrain.epochs = 1\nmodel.name = "small_resnet"\nmodel.width = 8\n'
     cases = '[[case]]\nname = "none"\nset.data.source = "npz"\nset.data.path = "no.npz"\n[[case]]\nname = "digits"\n'
     cases += '[[case]]\nname = "diverges"\nset.optimizer.name = "sgd"\nset.schedule.peak = 1e38\n'
     study = grid.load_study(write_study(text + cases))
@@ -280,7 +283,7 @@ def test_a_failed_training_does_not_affect_the_others(write_study, tmp_path):
         again = run_module.run_study(study, tmp_path / "runs", pod, Options(), Console(file=log, width=1000))
     diverged = tmp_path / "runs" / result["cases"][2]["runs"][0]["run"]
     assert f"diverged before: {diverged}" in (tmp_path / "again").read_text()
-    assert again["cases"][2]["runs"][0]["error"] == f"it diverged; {diverged / 'diverged'} tells how"
+    assert again["cases"][2]["runs"][0]["error"] == f"it diverged; {diverged / 'diverged'} says how"
 
 
 def test_cases_without_numbers_are_drawn_side_by_side(write_study):

@@ -7,7 +7,6 @@ so that every pass is fetched. All through a trial every tenth request fails; ea
 import functools
 import json
 import random
-import re
 import shutil
 import time
 from collections import Counter
@@ -95,7 +94,7 @@ class BucketTraining(ChaosTraining):
     name: str = ""
     began: float = 0.0
     first_request: int = 0
-    last_step = STEPS
+    last_step, eval_steps = STEPS, (STEPS // 2,)
 
     def __post_init__(self) -> None:
         self.store.runs += 1
@@ -128,14 +127,13 @@ class BucketTraining(ChaosTraining):
             "PODSCALE_DISK_CACHE_GIB": "0",
         }
 
-    def find_last_step(self) -> int:
-        """Return the last step in the newest working copy of the journal."""
-        journals = sorted(self.folder.glob("podscale-run-*/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    def read_journal(self) -> str:
+        """Return the newest working copy of the journal."""
         try:
-            steps = re.findall(r'"event": "train", "step": ([0-9]+)', journals[-1].read_text()) if journals else []
+            journals = sorted(self.folder.glob("podscale-run-*/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+            return journals[-1].read_text() if journals else ""
         except OSError:
-            return 0
-        return int(steps[-1]) if steps else 0
+            return ""
 
     def is_saving(self) -> bool:
         return time.monotonic() - self.store.proxy.saved_at < 0.1

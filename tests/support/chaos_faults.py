@@ -3,7 +3,6 @@
 import contextlib
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.chaos_training import EARLY_END, ChaosTraining, TrialError, has_ended, send_signal
+from support import chaos_surroundings as around
+from support.chaos_training import EARLY_END, ChaosTraining, TrialError, send_signal
 
 USER_ERROR, PEER_LOST, PREEMPTED, INTERRUPTED = 2, 69, 75, 130
 KILLED, HANG_UP = -signal.SIGKILL, -signal.SIGHUP
-MOMENTS = ("starting", "training", "saving", "ending")
+MOMENTS = ("starting", "training", "evaluating", "saving", "ending")
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,27 @@ class Kind:
     moments: tuple[str, ...] = MOMENTS
     processes: tuple[int, ...] = (1, 4)
     needs_disk: bool = False
+    is_possible: bool = True  # on this machine
+
+
+def is_drawn(kind: Kind, processes: int, has_disk: bool) -> bool:
+    """Return whether a training of so many processes can be disturbed in this way."""
+    return kind.is_possible and processes in kind.processes and (has_disk or not kind.needs_disk)
 
 
 def draw_faults(draw: random.Random, processes: int, has_disk: bool, kinds: dict[str, Kind]) -> list[Fault]:
-    """Return one to four faults for a training of so many processes."""
-    names = [name for name, kind in kinds.items() if processes in kind.processes and (has_disk or not kind.needs_disk)]
-    faults = []
-    for _ in range(draw.randint(1, 4)):
-        kind = draw.choice(names)
-        moment = draw.choice(kinds[kind].moments)
-        spread_s = {"starting": 6.0, "training": 2.0, "saving": 0.05, "ending": 0.3}[moment]
-        faults.append(Fault(kind, moment, round(draw.uniform(0, spread_s), 3), draw.randrange(1 << 30)))
-    return faults
+    """Return one to four faults for a training of so many processes: the same on every machine that can have them."""
+    names = [name for name, kind in kinds.items() if processes in kind.processes]
+    while True:
+        faults = [_draw_fault(draw, draw.choice(names), kinds) for _ in range(draw.randint(1, 4))]
+        if possible := [fault for fault in faults if is_drawn(kinds[fault.kind], processes, has_disk)]:
+            return possible
+
+
+def _draw_fault(draw: random.Random, kind: str, kinds: dict[str, Kind]) -> Fault:
+    moment = draw.choice(kinds[kind].moments)
+    spread_s = {"starting": 6.0, "training": 2.0, "evaluating": 0.1, "saving": 0.05, "ending": 0.3}[moment]
+    return Fault(kind, moment, round(draw.uniform(0, spread_s), 3), draw.randrange(1 << 30))
 
 
 def wait_for_moment(training: ChaosTraining, fault: Fault) -> bool:
@@ -57,6 +66,7 @@ def wait_for_moment(training: ChaosTraining, fault: Fault) -> bool:
     conditions = {
         "starting": lambda: True,
         "training": lambda: training.has_trained() and training.find_last_step() > step,
+        "evaluating": training.is_evaluating,
         "saving": training.is_saving,
         "ending": lambda: training.find_last_step() >= training.last_step,
     }
@@ -103,11 +113,7 @@ def kill_two(training, draw):
 
 def kill_all(training, draw):
     """As when the power fails: the launcher and all processes at once."""
-    members = training.list_members()
-    for process in [training.process.pid, *members]:
-        send_signal(process, signal.SIGKILL)
-    training.process.wait()
-    _wait_for_members(training, members)
+    training.kill()
     return 0.0
 
 
@@ -115,16 +121,8 @@ def kill_launcher(training, draw):
     members, began = training.list_members(), time.monotonic()
     training.process.kill()
     training.process.wait()
-    _wait_for_members(training, members)
+    training.wait_for_members(members)
     return time.monotonic() - began
-
-
-def _wait_for_members(training, members):
-    deadline = time.monotonic() + 120
-    while not all(map(has_ended, members)):
-        if time.monotonic() > deadline:
-            raise TrialError("the processes outlive their launcher")
-        time.sleep(0.02)
 
 
 def terminate(training, draw):
@@ -267,15 +265,6 @@ def tear_journal(training, draw):
     return 0.0
 
 
-def leave_stray_files(training, draw):
-    kill_all(training, draw)
-    if training.checkpoints.exists():
-        (training.checkpoints / "notes.txt").write_text("of mine")
-        for name in ("999-0.part", "998.deleted", "999.orbax-checkpoint-tmp"):
-            (training.checkpoints / name).mkdir(exist_ok=True)
-    return 0.0
-
-
 def damage_programs(training, draw):
     kill_all(training, draw)
     for path in draw.sample(sorted(training.programs.iterdir()), 5):
@@ -286,7 +275,7 @@ def damage_programs(training, draw):
 def limit_files(training, draw):
     """Start a session that can open too few files, then one that can."""
     kill_all(training, draw)
-    training.start(max_files=draw.choice([16, 24, 40]))
+    training.start(under=["prlimit", f"--nofile={draw.choice([16, 24, 40])}"])
     with contextlib.suppress(subprocess.TimeoutExpired):
         training.process.wait(60)  # it may train, and wait for descriptors to save with
     training.end()
@@ -308,21 +297,6 @@ def train_twice(training, draw):
         second.end()
     if code != USER_ERROR and training.process.poll() is None:
         raise TrialError(f"a second training in the folder ended with {code}")
-
-
-def intrude(training, draw):
-    """Send garbage to every port that the processes listen on."""
-    for port in _list_ports(training.list_members()):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as stranger:
-            stranger.sendall(draw.choice([b"GET / HTTP/1.1\r\n\r\n", draw.randbytes(4096), b"\0" * 70000]))
-            time.sleep(draw.uniform(0, 0.5))
-
-
-def _list_ports(processes):
-    """Return the TCP ports that these processes listen on."""
-    table = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout.splitlines()
-    lines = [line for line in table if any(f"pid={process}," in line for process in processes)]
-    return sorted({int(line.split()[3].rpartition(":")[2]) for line in lines})
 
 
 STOPPED = (PREEMPTED, INTERRUPTED, *EARLY_END)
@@ -349,9 +323,17 @@ KINDS = {
     "remove_file": Kind(remove_file, (KILLED,)),
     "garble_metadata": Kind(garble_metadata, (KILLED,)),
     "tear_journal": Kind(tear_journal, (KILLED,)),
-    "leave_stray_files": Kind(leave_stray_files, (KILLED,)),
+    "replace_file": Kind(around.replace_file, (KILLED,)),
+    "copy_checkpoint": Kind(around.copy_checkpoint, (KILLED,)),
+    "hide_checkpoints": Kind(around.hide_checkpoints, (KILLED, USER_ERROR)),
+    "make_unreadable": Kind(around.make_unreadable, (KILLED, USER_ERROR)),
+    "leave_stray_files": Kind(around.leave_stray_files, (KILLED,)),
+    "change_surroundings": Kind(around.change_surroundings, (KILLED,)),
+    "limit_memory": Kind(around.limit_memory, (KILLED,), processes=(1,), is_possible=around.CAN_LIMIT_MEMORY),
     "damage_programs": Kind(damage_programs, (KILLED,), RUNNING),
     "limit_files": Kind(limit_files, (KILLED, USER_ERROR), RUNNING, (1,)),
     "train_twice": Kind(train_twice, (), ("training",)),
-    "intrude": Kind(intrude, (), processes=(4,)),
+    "intrude": Kind(around.intrude, processes=(4,)),
+    "cut_links": Kind(around.cut_links, (), RUNNING, (4,), is_possible=around.CAN_CUT_LINKS),
+    "join_twice": Kind(around.join_twice, (), RUNNING, (4,)),
 }

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -16,12 +18,14 @@ from support.slow_disk import write_slow_site
 
 from podscale import pod
 from podscale.runs.folder import Run
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.setup import prepare
 
 EPOCHS, STEPS, SAVE_STEPS, SHAPES = 12, 135, 20, {1: "1x2", 4: "2x2"}
-RESTARTS, NICENESS = 20, 10
+RESTARTS, NICENESS = 20, 10  # the latter in all: a campaign that is nice itself must not starve its trainings
 SESSION = "--- a session starts"
+TRAINED = re.compile(r'"event": "train", "step": ([0-9]+)')
+NOTHING: Mapping[str, str] = MappingProxyType({})
 RESUMED = re.compile(r"resuming after step ([0-9,]+)")
 POLL_S = 0.02
 LIMIT_S = 300  # in which a run must have done something new, or it counts as hanging
@@ -40,7 +44,7 @@ class ChaosTraining:
     programs: Path  # the cache of compiled programs
     processes: int
     process: subprocess.Popen | None = None
-    last_step = STEPS
+    last_step, eval_steps = STEPS, (45, 90)
 
     @property
     def location(self) -> str | Path:
@@ -55,19 +59,21 @@ class ChaosTraining:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def start(self, max_files: int = 0) -> None:
-        """Start the command; with `max_files`, each of its processes can open only so many files."""
+    def start(self, under: Sequence[str] = (), environment: Mapping[str, str] = NOTHING) -> None:
+        """Start the command, under another one and with more variables if given."""
         words = self.make_words()
         if self.processes > 1:
             words = f"launch -n {self.processes} --restarts {RESTARTS} --logs {self.log.with_suffix('.logs')} {words}"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-        environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self.programs)}
-        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} | self.make_environment()
-        limits = ["prlimit", f"--nofile={max_files}"] if max_files else []
+        own = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+        own |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(self.programs)}
+        own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} | self.make_environment()
         with self.log.open("a") as log:
             print(SESSION, file=log, flush=True)
-            command = ["nice", "-n", str(NICENESS), *limits, sys.executable, "-m", "podscale", *words.split()]
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            niceness = str(max(NICENESS - os.nice(0), 0))
+            command = ["nice", "-n", niceness, *under, sys.executable, "-m", "podscale", *words.split()]
+            self.process = subprocess.Popen(
+                command, env=own | environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def make_words(self) -> str:
         """Return the command."""
@@ -107,13 +113,23 @@ class ChaosTraining:
         steps = RESUMED.findall(self.read_session())
         return int(steps[-1].replace(",", "")) if steps else 0
 
+    def read_journal(self) -> str:
+        """Return the text of metrics.jsonl; empty if there is none."""
+        try:
+            return (self.folder / "metrics.jsonl").read_text()
+        except OSError:
+            return ""
+
     def find_last_step(self) -> int:
         """Return the last step in the journal."""
-        try:
-            steps = re.findall(r'"event": "train", "step": ([0-9]+)', (self.folder / "metrics.jsonl").read_text())
-        except OSError:
-            return 0
+        steps = TRAINED.findall(self.read_journal())
         return int(steps[-1]) if steps else 0
+
+    def is_evaluating(self) -> bool:
+        """Return whether the last line of the journal is that of an update after which the run evaluates."""
+        *_, line = ["", *self.read_journal().splitlines()]
+        trained = TRAINED.search(line)
+        return trained is not None and int(trained[1]) in self.eval_steps
 
     def is_saving(self) -> bool:
         return any(self.checkpoints.glob("*.part"))
@@ -136,6 +152,26 @@ class ChaosTraining:
                 return condition()
             time.sleep(POLL_S)
         raise TrialError(f"nothing happened for {limit_s:.0f} s")
+
+    def kill(self) -> None:
+        """Kill the launcher and all processes at once, as when the power fails."""
+        members = self.list_members()
+        for process in [self.process.pid, *members]:
+            send_signal(process, signal.SIGKILL)
+        self.process.wait()
+        self.wait_for_members(members)
+
+    def wait_for_members(self, members: list[int]) -> None:
+        """Wait until these processes have ended.
+
+        Raises:
+            TrialError: they have not in time.
+        """
+        deadline = time.monotonic() + 120
+        while not all(map(has_ended, members)):
+            if time.monotonic() > deadline:
+                raise TrialError("the processes outlive their launcher")
+            time.sleep(POLL_S)
 
     def end(self) -> None:
         """Kill everything that is left."""

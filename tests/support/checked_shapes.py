@@ -27,8 +27,8 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     with install_import_hook(CHECKED, "beartype.beartype"):
-        from podscale.kernels import fused, pool
-        from podscale.training import compilation, setup
+        from podscale.kernels import fused, gelu, layer_norm, pool
+        from podscale.training import compilation, setup, update_rule
         from podscale.training import step as steps
     from podscale import pod, recipe
     from podscale.config.options import Options
@@ -38,9 +38,11 @@ def main():
         small = recipe.load_recipe("digits").override({"model.width": 4, **changes})
         program = setup.prepare(small, torus, Options(**options))
         batch = steps.describe_call_arguments(program.plan, program.mesh)
-        compilation.make_train_call(program).trace(program.describe_state(), *batch)
+        scalars = update_rule.describe_scalars(program.plan, program.mesh)
+        compilation.make_train_call(program).trace(program.describe_state(), *batch, scalars)
         print(name)
     check_layers(fused, pool)
+    check_transformer_layers(gelu, layer_norm)
 
 
 def check_layers(fused, pool):
@@ -62,6 +64,21 @@ def check_layers(fused, pool):
     for kernels in (REFERENCE, INTERPRET):
         jax.make_jaxpr(jax.grad(run_chain, argnums=1), static_argnums=(0, 2))(kernels, images, 64)
         print(kernels.name)
+
+
+def check_transformer_layers(gelu, layer_norm):
+    """Trace the fused layers of transformers and their gradients, as `check_layers` does."""
+    from podscale.kernels.layer_spec import INTERPRET, REFERENCE
+
+    def run(kernels, x):
+        width = x.shape[-1]
+        scale, shift = jnp.ones(width), jnp.zeros(width)
+        total, first, second = layer_norm.add_and_normalize(kernels, x, x, shift, (scale, shift), 1e-6, copies=2)
+        return gelu.add_bias_and_gelu(kernels, total + first + second, shift).astype(jnp.float32).sum()
+
+    for kernels in (REFERENCE, INTERPRET):
+        jax.make_jaxpr(jax.grad(run, argnums=1), static_argnums=0)(kernels, jnp.ones((4, 64, 128), jnp.bfloat16))
+        print("transformer", kernels.name)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax
 from podscale import pod
 from podscale.runs.folder import Run
 from podscale.storage.files import read_lines
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.setup import prepare
 
 TIMEOUT_S = 600

@@ -8,8 +8,8 @@ import signal
 moment, victim, marker = {moment!r}, {victim!r}, Path({marker!r})
 
 def patch():
-    from podscale.training.checkpoint import Checkpoints
-    from podscale.training.checkpoint_save import BackgroundSave, Exchange
+    from podscale.training.checkpoint.checkpoints import Checkpoints
+    from podscale.training.checkpoint.save import BackgroundSave, Exchange
     saves = []
 
     def save(self, *args, work=Checkpoints.save, **more):

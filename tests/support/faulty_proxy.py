@@ -49,11 +49,11 @@ class Fault:
 class FaultyProxy:
     """The proxy; `address` is where clients connect."""
 
-    def __init__(self, upstream, delay_s=0.0):
+    def __init__(self, upstream, delay_s=0.0, handler=None):
         self.upstream, self.delay_s = urlsplit(upstream), delay_s
         self.requests, self.active, self.most_active = [], 0, 0
         self._faults, self._lock = [], threading.Lock()
-        handler = type("Handler", (_Handler,), {"proxy": self})
+        handler = type("Handler", (handler or Handler,), {"proxy": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self._server.server_port}"
@@ -95,7 +95,7 @@ class FaultyProxy:
         self._server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     proxy: FaultyProxy
 

@@ -58,7 +58,7 @@ def record_batches(prepared, calls):
         loader._TrainMaker.make, crops.crop_batch = make, crop_batch
     samples, boxes, flips = (np.stack(values) for values in zip(*(requests[call.start] for call in calls), strict=True))
     pixels, labels = (np.stack(values) for values in zip(*arrays, strict=True))
-    blocks = loader.Blocks(pod.make_batch_sharding(prepared.mesh, axis=2), prepared.plan.batch_shape, axis=2)
+    blocks = loader.LocalBlocks(pod.make_batch_sharding(prepared.mesh, axis=2), prepared.plan.batch_shape, axis=2)
     positions = np.broadcast_to(loader._compute_positions(prepared.plan, blocks).ravel(), samples.shape)
     cache = prepared.data.train.cache
     return {"positions": positions, "samples": samples, "boxes": boxes, "flips": flips, "pixels": pixels} | {

@@ -8,7 +8,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-PRELOADED = ["podscale.cli.main", "podscale.training.loop", "podscale.training.trained"]  # all that commands import
+PRELOADED = ["podscale.cli.main", "podscale.training.loop", "podscale.training.restore"]  # all that commands import
 
 
 def run_forked(folder, arguments, environment, timeout_s):

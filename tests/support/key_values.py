@@ -2,11 +2,11 @@
 
 import threading
 
-from podscale.processes.store import StoreError
+from podscale.processes.key_value_store import StoreError
 
 
 class LocalClient:
-    """Has the methods of JAX's distributed client that `Store` calls, with the same errors."""
+    """Has the methods of JAX's distributed client that `KeyValueStore` calls, with the same errors."""
 
     def __init__(self):
         self.values, self._changed = {}, threading.Condition()

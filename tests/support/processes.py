@@ -16,7 +16,7 @@ from podscale import pod
 from podscale import recipe as recipes
 from podscale.runs.folder import Run
 from podscale.training import loop
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.setup import prepare
 
 # In float64, results that differ only by rounding still agree to many digits after all steps.

@@ -1,5 +1,8 @@
 """Progressive image size: one program for each size, changed at the same steps on every pod, and resumed anywhere."""
 
+import itertools
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -13,9 +16,9 @@ from podscale.forecast.compute import count_work
 from podscale.pod import Pod
 from podscale.recipe import Recipe, find_train_size, list_size_ranges, load_recipe
 from podscale.runs.folder import Run
-from podscale.training import loop
+from podscale.training import compilation, loop
+from podscale.training.restore import load_trained
 from podscale.training.setup import plan_recipe, prepare
-from podscale.training.trained import load_trained
 
 SIZES = {"data.train_sizes": [8, 10, 12], "data.size_epochs": [64 * 1.5 / 1437, 64 * 4.5 / 1437]}
 ONE_SIZE = {"data.train_sizes": [], "data.size_epochs": []}
@@ -100,3 +103,36 @@ def test_a_run_stopped_between_sizes_resumes_to_the_same_bits(tmp_path):
     first, second = (load_trained(Run.load(tmp_path / name), "newest") for name in ("whole", "halted"))
     assert first.step == second.step == 7
     assert jax.tree.all(jax.tree.map(np.array_equal, first.params, second.params))
+
+
+@pytest.mark.heavy
+def test_the_programs_of_all_sizes_are_compiled_at_the_same_time(monkeypatch):
+    """Each compilation starts to compile once the others have got as far, which they would never in one thread."""
+    program = prepare(make_recipe(), pods.make_pod(jax.devices(), "1x1"))
+    together, compile_program = threading.Barrier(3, timeout=120), compilation.compile_program
+
+    def compile_with_the_others(*arguments):
+        together.wait()
+        return compile_program(*arguments)
+
+    monkeypatch.setattr(compilation, "compile_program", compile_with_the_others)
+    assert sorted(compilation.compile_train_step(program).programs) == [8, 10, 12]
+
+
+@pytest.mark.heavy
+def test_a_size_that_cannot_be_compiled_is_reported_once_the_others_are_compiled(monkeypatch):
+    program = prepare(make_recipe(), pods.make_pod(jax.devices(), "1x1"))
+    numbers, has_failed, programs = itertools.count(), threading.Event(), []
+    compile_program = compilation.compile_program
+
+    def compile_one_that_fails(*arguments):
+        if next(numbers) == 0:
+            has_failed.set()
+            raise MemoryError("too large")
+        assert has_failed.wait(120)
+        programs.append(compile_program(*arguments))
+
+    monkeypatch.setattr(compilation, "compile_program", compile_one_that_fails)
+    with pytest.raises(MemoryError, match="too large"):
+        compilation.compile_train_step(program)
+    assert len(programs) == 2

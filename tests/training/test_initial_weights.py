@@ -28,8 +28,9 @@ from podscale.models.weights.names import name_arrays
 from podscale.models.weights.torchvision import from_torchvision, to_torchvision
 from podscale.optim import optimizers, schedules
 from podscale.runs.folder import Run
-from podscale.training import initial_weights, loop, session, trained
-from podscale.training.checkpoint import Checkpoints
+from podscale.training import initial_weights, loop, session
+from podscale.training import restore as trained
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.device_input import augment
 from podscale.training.setup import load_initial_weights, prepare
 
@@ -46,13 +47,13 @@ def build_network(classes=10, **config):
     return registry.build_model(recipes.Model(**{"name": "resnet8", "width": 8} | config), classes, 8)
 
 
-def write_trained_weights(path, classes=10, **config):
+def write_trained_weights(path, classes=10, labels=None, **config):
     """Write a weights file of ours whose values no random initialization has."""
     model = build_network(classes, **config)
     from_torchvision(model, randomize(to_torchvision(model)))
     _, params, stats = make_functional(model)
     arrays = {name: np.asarray(array) for name, array in name_arrays(params, stats).items()}
-    safetensors.numpy.save_file(arrays, path)
+    safetensors.numpy.save_file(arrays, path, {"labels": json.dumps(labels)} if labels else None)
     return arrays
 
 
@@ -82,19 +83,27 @@ def test_a_head_of_another_size_keeps_its_random_initialization_and_is_reported(
         np.testing.assert_array_equal(array, initial[name] if name in HEAD else arrays[name])
     assert weights.reinitialized == list(HEAD)
     assert weights.describe().endswith(
-        "45 arrays taken, the head randomly initialized (layers.4.bias, layers.4.kernel)"
+        "45 arrays taken, the head randomly initialized (layers.4.bias, layers.4.kernel), because it has another size"
     )
 
 
-@pytest.mark.parametrize(("labels", "is_kept"), [("abcdefghij", True), ("jihgfedcba", False), (None, True)])
-def test_a_head_is_kept_only_for_the_same_classes_where_the_file_names_them(tmp_path, labels, is_kept):
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ("abcdefghij", ""),
+        ("jihgfedcba", "the source is for other classes, or for the same in another order"),
+        (None, "the source does not name its classes, as `labels` in the metadata of a .safetensors file would"),
+    ],
+)
+def test_a_head_of_the_right_size_is_kept_only_if_the_file_names_the_same_classes(tmp_path, labels, reason):
     path = tmp_path / "w.safetensors"
     arrays = write_trained_weights(path)
     metadata = {"labels": json.dumps(list(labels))} if labels else {"labels": "{not json"}
     safetensors.numpy.save_file(arrays, path, metadata)
     net, params, stats = make_functional(build_network())
     weights = initial_weights.initialize_from(str(path), net, params, stats, tuple("abcdefghij"))
-    assert weights.reinitialized == ([] if is_kept else list(HEAD))
+    assert weights.reinitialized == (list(HEAD) if reason else [])
+    assert weights.describe().endswith(f", because {reason}" if reason else "all 47 arrays taken")
 
 
 @pytest.mark.parametrize("classes", [10, 1000])
@@ -268,16 +277,13 @@ def test_every_pod_learns_the_same_around_frozen_layers_in_float64():
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
+def first(short_run):
     """A run to start from."""
-    folder = tmp_path_factory.mktemp("first") / "run"
-    recipe = recipes.load_recipe("digits").override({"model.width": 8, "train.epochs": 0.2})
-    loop.train(recipe, pod=pods.make_pod(jax.devices(), "1x1"), folder=folder, console=Console(quiet=True))
-    return Run.load(folder)
+    return Run.load(short_run)
 
 
 def train_from(folder, init, console=None, **changes):
-    settings = {"model.width": 8, "train.epochs": 0.2, "train.seed": 1, "model.init": str(init), "model.freeze": "body"}
+    settings = {"model.width": 4, "train.epochs": 0.2, "train.seed": 1, "model.init": str(init), "model.freeze": "body"}
     recipe = recipes.load_recipe("digits").override(settings | changes)
     pod = pods.make_pod(jax.devices(), "1x1")
     return loop.train(recipe, pod=pod, folder=folder, console=console or Console(quiet=True))
@@ -316,9 +322,9 @@ def test_a_run_starts_from_another_run_and_resumes_without_it(first, tmp_path, c
 
 
 @pytest.mark.heavy
-def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights_or_is_refused(first, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights_or_is_refused(tmp_path):
     source = tmp_path / "w.safetensors"
-    arrays = write_trained_weights(source)
+    arrays = write_trained_weights(source, labels=list("0123456789"))
     recipe = recipes.load_recipe("digits").override({"model.width": 8, "model.init": str(source)})
     setup = prepare(recipe, pods.make_pod(jax.devices(), "1x1"))
     setup, weights = load_initial_weights(setup)
@@ -340,7 +346,7 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_from_the_same_weights
 @pytest.mark.heavy
 def test_the_train_command_starts_from_a_runs_folder(first, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    command = ["train", "digits", "--model.width", "8", "--run", "run", "--init"]
+    command = ["train", "digits", "--model.width", "4", "--pod.virtual", "1x1", "--run", "run", "--init"]
     assert main([*command, "nowhere.pth"]) == 2
     assert main([*command, str(first.folder), "--freeze", "layers.9"]) == 2
     assert "did you mean layers" in capfd.readouterr().err

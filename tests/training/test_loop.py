@@ -20,7 +20,7 @@ from podscale.config.stop_condition import StopCondition
 from podscale.errors import UserError
 from podscale.runs.folder import Run
 from podscale.training import loop
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.setup import prepare
 
 QUIET = Console(quiet=True)

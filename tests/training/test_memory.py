@@ -5,16 +5,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from rich.console import Console
+from support.short_run import train
 
-import podscale
 from podscale import recipe as recipes
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.models import registry
 from podscale.models.functional import make_functional
 from podscale.optim import optimizers
-from podscale.pod import named_pod
+from podscale.pod import parse_pod
 from podscale.training import memory, setup
 from podscale.training.out_of_memory import explain_out_of_memory
 
@@ -58,14 +57,14 @@ def list_leaves(tree):
 @pytest.mark.heavy
 def test_resnet_50_fits_the_papers_pod_and_needs_micro_batches_on_a_smaller_one():
     recipe = recipes.load_recipe("resnet50-imagenet-32k")
-    assert setup.plan_recipe(recipe, named_pod("v3:32x32"), Options()).micro_batches == 1
-    assert setup.plan_recipe(recipe, named_pod("v3:2x2"), Options()).micro_batches > 1
+    assert setup.plan_recipe(recipe, parse_pod("v3:32x32"), Options()).micro_batches == 1
+    assert setup.plan_recipe(recipe, parse_pod("v3:2x2"), Options()).micro_batches > 1
 
 
 def test_a_plan_refuses_the_lanes_that_training_refuses():
     recipe = recipes.load_recipe("digits").override({"data.lanes": 128})
     with pytest.raises(UserError, match="fewer than 500 of 1437 images per lane"):
-        setup.plan_recipe(recipe, named_pod("cpu:1x1"), Options())
+        setup.plan_recipe(recipe, parse_pod("cpu:1x1"), Options())
 
 
 def test_bfloat16_halves_the_activations():
@@ -74,7 +73,7 @@ def test_bfloat16_halves_the_activations():
             recipes.load_recipe("cifar10").override(
                 {"model.precision": p, "data.train_samples": 50000, "data.val_samples": 10000}
             ),
-            named_pod("cpu:1x1"),
+            parse_pod("cpu:1x1"),
             Options(),
         ).memory.activations_per_image
         for p in ("float32", "bfloat16")
@@ -88,12 +87,10 @@ def test_a_full_device_memory_is_reported_in_one_sentence(tmp_path):
         if event.kind == "train":
             jax.block_until_ready(jnp.zeros(10**13))
 
-    recipe = recipes.load_recipe("digits").override({"train.epochs": 1, "model.width": 4})
-    pod, console = podscale.find_pod(virtual="1x1"), Console(quiet=True)
     with pytest.raises(
         UserError, match=r"a device is out of memory \(40000000000000 bytes more .* --plan.micro_batches"
     ):
-        podscale.train(recipe, pod=pod, folder=tmp_path / "run", console=console, callbacks=[allocate_too_much])
+        train(tmp_path / "run", callbacks=[allocate_too_much])
 
 
 TPU = "Ran out of memory in memory space"

@@ -10,8 +10,9 @@ from podscale import pod as pods
 from podscale.config.options import Options
 from podscale.errors import UserError
 from podscale.forecast.compute import count_work
-from podscale.pod import Pod, named_pod
-from podscale.recipe import load_recipe
+from podscale.models import registry
+from podscale.pod import Pod, parse_pod
+from podscale.recipe import Model, load_recipe
 from podscale.training.setup import describe_program, plan_recipe, prepare
 
 VIT = load_recipe("vit-s16-imagenet").override({"batch.size": 1024, "batch.span": 512})
@@ -19,10 +20,11 @@ VIT = load_recipe("vit-s16-imagenet").override({"batch.size": 1024, "batch.span"
 
 def plan_with_memory(gib, **options):
     """Return the plan of a ViT with groups of 512 images on devices of so much memory."""
-    pod = replace(named_pod("v3:1x1"), memory_bytes=int(gib * 2**30))
+    pod = replace(parse_pod("v3:1x1"), memory_bytes=int(gib * 2**30))
     return plan_recipe(VIT, pod, Options(**options))
 
 
+@pytest.mark.heavy
 def test_plan_computes_layers_again_only_where_memory_requires_it():
     ample, scarce = plan_with_memory(64), plan_with_memory(12)
     assert (ample.options.remat, scarce.options.remat) == ("off", "on")
@@ -59,3 +61,15 @@ def test_model_that_cannot_is_refused():
     with pytest.raises(UserError, match=r"plan\.remat on: a Linear cannot compute its layers again"):
         prepare(load_recipe("digits"), pods.make_pod(jax.devices(), "1x1"), Options(remat="on"), Linear())
     assert plan_recipe(load_recipe("digits"), Pod("cpu", 1, 1), Options()).options.remat == "off"
+
+
+@pytest.mark.heavy
+def test_a_module_of_the_caller_stays_as_it_is():
+    recipe = load_recipe("digits").override({"model.width": Model.width, "model.name": "vit_tiny", "model.patch": 4})
+    model = registry.build_model(recipe.model, 10, recipe.data.image_size)
+    pod = pods.make_pod(jax.devices()[:1], "1x1")
+    for remat in ("on", "off"):
+        program = prepare(recipe, pod, Options(remat=remat), model)
+        assert program.plan.options.remat == remat
+        assert program.net.build_abstract_module().remat == (remat == "on")
+        assert not model.remat

@@ -1,6 +1,8 @@
 """The setup of a run: when a model is fitted to the data, and which lanes are refused."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,11 +20,12 @@ from podscale.data import order
 from podscale.errors import UserError
 from podscale.models.functional import make_functional
 from podscale.models.weights.names import name_arrays
+from podscale.plan import Counts
 from podscale.runs.folder import Run
 from podscale.training import loop
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.program import Weights
-from podscale.training.setup import fit_model, has_fit, initialize, plan_recipe, prepare
+from podscale.training.setup import fit_model, has_fit, initialize, plan_recipe, prepare, resolve
 
 QUIET = Console(quiet=True)
 
@@ -95,9 +98,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_fits_again(recipe, pod, tmp_pat
 
 
 def write_weights(path, classes=10):
-    """Write weights that fit the model, but for its head if the number of classes differs."""
+    """Write weights that fit the model and name the digits, but for its head if the number of classes differs."""
     _, params, stats = make_functional(OwnModel(classes, nnx.Rngs(7)))
-    safetensors.numpy.save_file({k: np.asarray(v) for k, v in name_arrays(params, stats).items()}, path)
+    metadata = {"labels": json.dumps([str(number) for number in range(classes)])}
+    safetensors.numpy.save_file({k: np.asarray(v) for k, v in name_arrays(params, stats).items()}, path, metadata)
     return str(path)
 
 
@@ -168,3 +172,56 @@ def test_training_planning_and_the_order_refuse_the_same_lanes_with_the_same_mes
             build()
         messages.add(str(error.value))
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "decodde"}, "plan.cache cannot be 'decodde': choose auto, none, encoded, decoded, device"),
+        ({"fused": "yes"}, "plan.fused cannot be 'yes': choose auto, on, off"),
+        ({"remat": "yes"}, "plan.remat cannot be 'yes': choose auto, on, off"),
+        ({"tile_summation": "ring"}, "plan.tile_summation cannot be 'ring'"),
+        ({"orthogonalize": "colum"}, "plan.orthogonalize cannot be 'colum': choose auto, device, row, slice, pod"),
+        ({"micro_batches": "2"}, "plan.micro_batches must be a whole number, not '2'"),
+        ({"micro_batches": True}, "plan.micro_batches must be a whole number, not True"),
+        ({"cache_gib": float("nan")}, "plan.cache_gib must be a number, not nan"),
+        ({"deterministic": "no"}, "plan.deterministic must be true or false, not 'no'"),
+        ({"summation": 3}, "plan.summation must be text, not 3"),
+        ({"summation": "swng"}, "no gradient summation 'swng': did you mean swing"),
+        ({"save_steps": -1}, "plan.save_steps must be 0 or more, not -1"),
+    ],
+)
+def test_options_that_a_program_sets_are_checked_like_those_of_the_command_line(options, message):
+    recipe = recipes.load_recipe("digits").override({"optimizer.name": "muon"})
+    with pytest.raises(UserError) as error:
+        plan_recipe(recipe, pods.parse_pod("cpu:1x2"), Options(**options))
+    assert message in str(error.value)
+
+
+def test_wrong_options_are_refused_before_a_run_is_made(recipe, pod, tmp_path):
+    with pytest.raises(UserError, match=r"plan\.keep must be a whole number"):
+        loop.train(recipe, pod=pod, options=Options(keep=2.5), folder=tmp_path / "run", console=QUIET)
+    with pytest.raises(UserError, match=r"plan\.cache cannot be"):
+        prepare(recipe, pod, Options(cache="devise"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("resnet18", "hopper"),
+        ("vit_tiny", "triton"),
+        ("convnext_tiny", "triton"),
+        ("efficientnet_b0", ""),
+        (OwnModel, ""),
+    ],
+)
+def test_a_plan_has_kernels_only_for_models_that_they_compute(name, kernels):
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    pod = pods.Pod("gpu", 1, 1, devices=(gpu,), memory_bytes=80 << 30)
+    changes = {"model.name": name if isinstance(name, str) else "resnet50", "model.width": recipes.Model.width}
+    changes |= {"model.precision": "bfloat16", "data.image_size": 32}
+    recipe = recipes.load_recipe("digits").override(changes)
+    model = None if isinstance(name, str) else make_model(name)
+    plan = resolve(recipe, pod, Counts(1437, 360, 10), Options(fused="on"), model).plan
+    assert plan.to_dict()["kernels"] == kernels

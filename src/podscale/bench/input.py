@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from podscale import plan as plans
 from podscale import recipe as recipes
 from podscale.config.json_types import JsonObject
-from podscale.config.options import Options
+from podscale.config.options import Options, check_options
 from podscale.data import cache, crop, decode, loader, prefetch
 from podscale.data.index.dataset import Index, open_index
 from podscale.data.order import Order, compute_crop_boxes, compute_eval_boxes
@@ -86,6 +86,7 @@ def measure_input(
     GPU), `threads` the number of decoding threads (0: one per core). Data that is not in files raises UserError.
     """
     _check_arguments(images, feed, threads)
+    check_options(options)
     index = open_index(replace(recipe.data, classes=0, train_samples=0, val_samples=0)).train
     if index.files is None:
         raise UserError(f'data.source "{recipe.data.source}" is in memory; `bench input` measures images in files')
@@ -282,7 +283,7 @@ def _measure_warm(crops: Crops, pool: Executor, threads: int) -> JsonObject:
 
 
 def _make_row(single: float | None, all_: float | None, threads: int, cores_share: float | None = None) -> JsonObject:
-    """Return a row of rates; `cores_had` is the share of the cores that all threads together got."""
+    """Return a row of rates; `cores_share` is the share of the cores that all threads together got."""
     scaling = all_ / (threads * single) if single and all_ else None
     return {"images_per_s_one": single, "images_per_s_all": all_, "scaling": scaling, "cores_had": cores_share}
 

@@ -64,7 +64,8 @@ def measure_evaluation(recipe: Recipe, pod: Pod, options: Options, images: int =
     start = time.perf_counter()
     options = replace(options, eval_images=images or recipe.batch.size // pod.size)
     program = _make_program(recipe, pod, options, images, repeats)
-    call, (_, _, *arrays, counts) = compile_eval_step(program)
+    compilation, (_, _, *arrays, counts) = compile_eval_step(program)
+    call = compilation.get()
     state = program.init_state()
     batch = [
         _make_random_array(array, 256 if array.dtype == np.uint8 else program.plan.counts.classes) for array in arrays

@@ -71,7 +71,7 @@ def measure_sums(
         _measure_point(pod, options, links, text, label, like, repeats) | {"strategy": name}
         for label, like in payloads
         for name, text in texts.items()
-        if not _is_hopeless(links, text, by_size, _count_bytes(like))
+        if not _is_much_slower(links, text, by_size, _count_bytes(like))
     ]
     return {
         "devices": f"{pod.size} x {pod.kind}",
@@ -83,7 +83,7 @@ def measure_sums(
     }
 
 
-def _is_hopeless(links: probe.Probe, strategy: str, by_size: str, size: int) -> bool:
+def _is_much_slower(links: probe.Probe, strategy: str, by_size: str, size: int) -> bool:
     """Return whether a point would take long, for a strategy that is predicted to be far from the fastest."""
     seconds, best = (find_summation(text).predict_s(links, Load(size)) for text in (strategy, by_size))
     return seconds > SECONDS_PER_POINT and seconds > 2 * best

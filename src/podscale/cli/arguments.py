@@ -14,7 +14,7 @@ from podscale.cli.imports import import_user_code
 from podscale.cli.safe_stream import SafeStream, separate_native_output
 from podscale.config.fields import replace_fields
 from podscale.config.options import Options, PodOptions
-from podscale.processes import control
+from podscale.processes.elastic import control
 from podscale.recipe import SECTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ def join_processes(arguments: argparse.Namespace) -> "Callable[[], Pod]":
         return devices
 
     return find_pod
+
+
+def use_program_cache() -> None:
+    """Cache the programs that this command compiles, as `podscale train` does; warn if there can be no cache."""
+    from podscale.training.program_cache import enable_program_cache
+
+    if problem := enable_program_cache():
+        make_progress_console().print(f"warning: {problem}", style="bold red", markup=False, highlight=False)
 
 
 def collect_fields(arguments: argparse.Namespace, sections: Collection[str]) -> dict[str, str]:

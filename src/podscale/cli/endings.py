@@ -6,6 +6,8 @@ The heartbeat is asked only if this process has joined others, that is, if its m
 import sys
 import traceback
 
+from podscale.processes.exit_codes import FAILED
+
 
 def report_failure(error: Exception) -> int:
     """Print an error that is not the user's mistake and return the exit code.
@@ -20,7 +22,7 @@ def report_failure(error: Exception) -> int:
             heartbeat.print_exit(reason)
             return reason.code
     traceback.print_exception(error)
-    return 1
+    return FAILED
 
 
 def agree_on_exit_code(code: int, reason: str) -> int:

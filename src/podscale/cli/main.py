@@ -6,6 +6,7 @@ A mistake of the user is reported in one sentence, with exit code 2.
 import _thread
 import errno
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,21 @@ from podscale.cli.arguments import is_main_process
 from podscale.cli.parser import make_parser, parse_arguments
 from podscale.cli.result import Result
 from podscale.cli.safe_stream import open_standard_streams
-from podscale.errors import DivergedError, PreemptedError, SavedInterruptError, UserError, describe_os_error
+from podscale.errors import (
+    DivergedError,
+    JoinError,
+    PreemptedError,
+    SavedInterruptError,
+    TerminatedError,
+    UserError,
+    describe_os_error,
+)
+from podscale.processes.exit_codes import DIVERGED, INTERRUPTED, PEER_LOST, PREEMPTED, USER_ERROR
+from podscale.processes.process_end import flush_or_discard
 from podscale.runs.startup import clock
 from podscale.storage.files import to_json
 from podscale.training.out_of_memory import explain_out_of_memory
 
-USER_ERROR, INTERRUPTED, PREEMPTED = 2, 130, 75  # 75: a temporary failure in sysexits.h; a restart helps
-DIVERGED = 65  # bad data in sysexits.h; a restart does not help
 # Of all processes together: exit code, and how it is announced.
 ENDINGS: Mapping[type[BaseException], tuple[int, str]] = MappingProxyType(
     {
@@ -45,8 +54,8 @@ def run() -> NoReturn:
         code = _print_candidates(sys.argv[2:]) if sys.argv[1:2] == ["complete"] else main()
     except Exception as error:
         code = endings.agree_on_exit_code(endings.report_failure(error), "")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_or_discard(sys.stdout)
+    flush_or_discard(sys.stderr)
     if code:  # an ordinary exit would wait for the other processes, which wait for this one, or for a compilation
         os._exit(code)
     sys.exit(0)
@@ -59,12 +68,14 @@ def _print_candidates(words: list[str]) -> int:
 
 
 def _forward_interrupts() -> None:
-    """Raise a Ctrl-C again that Python drops because it arrives in a garbage collection, of which JAX has many."""
+    """Raise Ctrl-C or SIGTERM again if Python drops it because it arrives in a garbage collection: JAX has many."""
     default_hook = sys.unraisablehook
 
     def handle(unraisable: "sys.UnraisableHookArgs") -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, _thread.interrupt_main).start()  # without the delay it would be dropped again
+            number = signal.SIGTERM if isinstance(unraisable.exc_value, TerminatedError) else signal.SIGINT
+            # Without the delay it would be dropped again.
+            threading.Timer(0.01, _thread.interrupt_main, (number,)).start()
         else:
             default_hook(unraisable)
 
@@ -88,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         return endings.agree_on_exit_code(result.code, result.message) if result.message else result.code
     except UserError as error:
         print(f"podscale: {error}", file=sys.stderr)
-        return endings.agree_on_exit_code(USER_ERROR, str(error))
+        return endings.agree_on_exit_code(PEER_LOST if isinstance(error, JoinError) else USER_ERROR, str(error))
     except (PreemptedError, DivergedError, SavedInterruptError) as error:
         from podscale.processes.group import leave
 
@@ -105,20 +116,22 @@ def main(argv: list[str] | None = None) -> int:
         print(f"podscale: {describe_os_error(error)}", file=sys.stderr)
         return endings.agree_on_exit_code(USER_ERROR, describe_os_error(error))
     except KeyboardInterrupt as error:
-        print(f"podscale: interrupted{f'; {error}' if str(error) else ''}", file=sys.stderr)
-        return endings.agree_on_exit_code(INTERRUPTED, "interrupted")
+        is_request = isinstance(error, TerminatedError)
+        text, code = ("stopped on request", PREEMPTED) if is_request else ("interrupted", INTERRUPTED)
+        print(f"podscale: {text}{f'; {error}' if str(error) else ''}", file=sys.stderr)
+        return endings.agree_on_exit_code(code, text)
 
 
 @contextmanager
 def _redirect_stdout() -> Iterator[TextIO]:
     """Yield the real stdout, and redirect everything else written there to stderr, native libraries included."""
-    sys.stdout.flush()
+    flush_or_discard(sys.stdout)
     saved = os.dup(1)
     os.dup2(2, 1)
     try:
         with os.fdopen(saved, "w", closefd=False) as stdout:
             yield stdout
     finally:
-        sys.stdout.flush()
+        flush_or_discard(sys.stdout)
         os.dup2(saved, 1)
         os.close(saved)

@@ -92,7 +92,7 @@ def add_command(commands: "Commands", name: str, function: Function, text: str, 
         usage=f"%(prog)s {more.get('arguments', '')} [options]".replace("  ", " "),
     )
     parser.set_defaults(function=function)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else there")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     return parser
 
 
@@ -143,6 +143,15 @@ def add_run_options(parser: Parser) -> None:
     add_import_option(parser)
 
 
+def add_run_argument(parser: Parser, text: str, *, several: bool = False) -> None:
+    """Add the choice of a run as an argument, or as `--run`, which other commands take."""
+    both = parser.add_mutually_exclusive_group()
+    nargs, dest = ("*", "runs") if several else ("?", "run")
+    both.add_argument(dest, nargs=nargs, default=argparse.SUPPRESS, metavar="RUN", type=expand_path, help=text)
+    settings: dict[str, Any] = {"action": "append", "default": []} if several else {}
+    both.add_argument("--run", dest=dest, metavar="DIR", type=expand_path, help="the same", **settings)
+
+
 def add_checkpoint_option(parser: Parser) -> None:
     """Add the choice of a checkpoint."""
     parser.add_argument("--checkpoint", default="best", metavar="WHICH", help="best, newest, or a step (default: best)")
@@ -159,7 +168,7 @@ def add_source_option(parser: Parser, more: tuple[str, ...] = ()) -> None:
     kinds = ("folder", "tar", "tfrecord", "parquet", *more)
     text = "kind of the data set (default: detected)"
     parser.add_argument("--source", choices=kinds, default="", metavar="|".join(kinds), help=text)
-    text, default = "memory that decoding one image may take (default: 1024)", Recipe().data.max_image_mib
+    text, default = "memory limit for decoding one image, in MiB (default: 1024)", Recipe().data.max_image_mib
     parser.add_argument("--max-image-mib", type=_parse_mib, default=default, metavar="N", help=text)
 
 

@@ -23,6 +23,7 @@ from podscale.cli.options import (
     add_machine_options,
     add_recipe,
     add_recipe_options,
+    add_run_argument,
     add_run_options,
     add_source_option,
     expand_path,
@@ -129,6 +130,7 @@ def _read_version() -> str:
 def _add_train(commands: Commands) -> None:
     text, example = "train a recipe, or resume its run", "train imagefolder --data.path PHOTOS"
     train = add_command(commands, "train", train_commands.run_train, text, example=example, arguments="[RECIPE]")
+    add_recipe_options(train, "digits")  # first, so that the help begins with the fields that most users set
     text = "initial weights: a run's folder, .safetensors, a torch .pth or hub:OWNER/NAME; same as --model.init"
     train.add_argument("--init", dest="model.init", default=argparse.SUPPRESS, metavar="WEIGHTS", help=text)
     text = "layers that are not trained, such as body, which is all but the head; same as --model.freeze"
@@ -139,11 +141,10 @@ def _add_train(commands: Commands) -> None:
     train.add_argument("--until", metavar="accuracy=X", default="", help=text)
     text = "also log to wandb, mlflow or both, separated by commas (TensorBoard files are always written)"
     train.add_argument("--track", metavar="NAMES", default="", help=text)
-    text = "resume although these differ, separated by commas: recipe, data, versions (of libraries)"
+    text = "resume even if these have changed (comma-separated): recipe, data, versions (of libraries)"
     train.add_argument("--allow-changed", metavar="WHAT", default="", help=text)
-    text = "start at step 0 if all checkpoints of the run are lost or damaged; an intact one is resumed"
+    text = "restart at step 0 if every checkpoint is missing or damaged; intact checkpoints are still resumed"
     train.add_argument("--from-scratch", action="store_true", help=text)
-    add_recipe_options(train, "digits")
 
 
 def _add_launch(commands: Commands) -> None:
@@ -159,7 +160,7 @@ def _add_launch(commands: Commands) -> None:
     launch.add_argument("-n", dest="processes", type=int, required=True, metavar="N", help="number of processes")
     text = "start the command again after a failure, up to K times; training resumes"
     launch.add_argument("--restarts", type=int, default=0, metavar="K", help=text)
-    text = "train on with MIN to MAX processes when some are lost, without a restart; lost ones are replaced"
+    text = "elastic training with MIN to MAX processes: survivors continue without a restart, lost ones are replaced"
     launch.add_argument("--elastic", metavar="MIN:MAX", default="", help=text)
     text = "folder for the output of all processes but the first (default: printed only if one fails)"
     launch.add_argument("--logs", metavar="DIR", type=expand_path, help=text)
@@ -189,8 +190,7 @@ def _add_export(commands: Commands) -> None:
     export = add_command(
         commands, "export", inference_commands.run_export, text, example=example, arguments="[RUN] --to FILE"
     )
-    text = "the run's folder (default: the newest one under runs/ that has a checkpoint)"
-    export.add_argument("run", nargs="?", metavar="RUN", type=expand_path, help=text)
+    add_run_argument(export, "the run's folder (default: the newest one under runs/ that has a checkpoint)")
     text = "FILE.onnx, FILE.stablehlo or FILE.safetensors"
     export.add_argument("--to", required=True, metavar="FILE", type=expand_path, help=text)
     text = "safetensors, stablehlo, onnx, torchvision or timm (default: by the file's extension)"
@@ -206,17 +206,15 @@ def _add_report(commands: Commands) -> None:
     text = "write a run's report, or compare several runs on one page"
     example = "report runs/one runs/other --to comparison.html"
     report = add_command(commands, "report", report_commands.run_report, text, example=example, arguments="[RUN...]")
-    text = "run folders (default: the newest one under runs/)"
-    report.add_argument("runs", nargs="*", metavar="RUN", type=expand_path, help=text)
+    add_run_argument(report, "run folders (default: the newest one under runs/)", several=True)
     text = "file for a comparison (default: comparison-NAMES.html)"
     report.add_argument("--to", default="", metavar="FILE.html", type=expand_path, help=text)
 
 
 def _add_watch(commands: Commands) -> None:
-    text, example = "serve a run's report on this machine and refresh it while the run goes on", "watch runs/mine"
+    text, example = "serve a run's report on this machine and refresh it during the run", "watch runs/mine"
     watch = add_command(commands, "watch", report_commands.run_watch, text, example=example, arguments="[RUN]")
-    text = "the run's folder (default: the newest one under runs/)"
-    watch.add_argument("run", nargs="?", metavar="RUN", type=expand_path, help=text)
+    add_run_argument(watch, "the run's folder (default: the newest one under runs/)")
     watch.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
 
 
@@ -241,7 +239,7 @@ def _add_completion(commands: Commands) -> None:
 def _add_plan(commands: Commands) -> None:
     text, example = "predict time and memory of a recipe on a pod", "plan resnet50-imagenet-32k --pod v3:32x32"
     plan = add_command(commands, "plan", plan_commands.run_plan, text, example=example, arguments="[RECIPE]")
-    text = "a pod that need not exist, such as v3:32x32, or v5e:16x16*4 for four slices"
+    text = "the pod to plan for; it need not be available; for example v3:32x32, or v5e:16x16*4 for four slices"
     plan.add_argument("--pod", metavar="KIND:RxC", default="", help=text)
     plan.add_argument("--no-compile", dest="compile", action="store_false", help="predict only; compile nothing")
     text = "compare predictions with published trainings: ten, or one half of MLPerf's"
@@ -257,7 +255,7 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _add_rehearse(commands: Commands) -> None:
-    text = "go through a whole training without computing anything"
+    text = "dry-run a whole training: data, order, schedule and checkpoints, without computing"
     example = "rehearse resnet50-imagenet-32k --data.path IMAGENET"
     run = plan_commands.run_rehearse
     rehearse = add_command(commands, "rehearse", run, text, example=example, arguments="[RECIPE]")
@@ -362,7 +360,7 @@ def _add_data_index(tools: Commands) -> None:
 
 
 def _add_data_show(tools: Commands) -> None:
-    text = "write a sheet of images as the model sees them in training, augmented"
+    text = "write a grid of images as the model sees them in training, augmented"
     example = "data show imagefolder --data.path PHOTOS --to samples.png"
     show = add_command(tools, "show", data_commands.run_show, text, example=example, arguments="[RECIPE]")
     text = "the file to write (default: samples.png)"

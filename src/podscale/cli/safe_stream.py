@@ -1,4 +1,4 @@
-"""Streams for output that nothing can go wrong with: what cannot be written is lost, but the run continues.
+"""Output streams that never fail: what cannot be written is dropped, and the run continues.
 
 A training's output is often redirected to a file on the same disk that the run fills, or to a program that ends, or
 stops reading, long before the training does. A terminal may be gone, or stopped by Ctrl-S.
@@ -11,6 +11,8 @@ import select
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO, cast
+
+from podscale.processes.process_end import discard, flush_or_discard
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET)  # the reader of a pipe or socket, or the terminal
@@ -45,7 +47,7 @@ class SafeStream:
             self._attempt(self._stream.flush)
 
     def _is_ready(self) -> bool:
-        """Return whether the reader takes more; one that did not in time is not waited for again until it does."""
+        """Return whether the reader takes more. A reader that timed out is not waited for again until it reads."""
         ready = self._poll is None or bool(self._poll.poll(1000 * self._patience_s))
         self._patience_s = PATIENCE_S if ready else 0.0
         return ready
@@ -55,7 +57,7 @@ class SafeStream:
             work(*arguments)
         except OSError as error:
             if error.errno in GONE and not self._needs_reader:
-                _discard(self._stream)
+                discard(self._stream)
             elif error.errno not in FULL:
                 raise
 
@@ -64,7 +66,7 @@ class SafeStream:
 
 
 def _make_poll(stream: TextIO) -> "select.poll | None":
-    """Return what waits for the reader of a stream; None for what is not a file, or already waits itself."""
+    """Return a poll object for a stream's reader; None for a stream that is no file, or that waits itself."""
     if isinstance(stream, SafeStream) or not hasattr(select, "poll"):
         return None
     try:
@@ -76,15 +78,8 @@ def _make_poll(stream: TextIO) -> "select.poll | None":
     return poll
 
 
-def _discard(stream: TextIO) -> None:
-    """Let everything that is still written to this stream's file vanish, also what the stream has in its buffer."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
-
-
 def open_standard_streams() -> None:
-    """Make standard input, output and error something that can be used, even if this process was started without them.
+    """Open standard input, output and error on /dev/null where this process was started without them.
 
     The next files that are opened would otherwise get their numbers, and a library's messages with them.
     """
@@ -99,6 +94,6 @@ def open_standard_streams() -> None:
 
 def separate_native_output() -> None:
     """Send what native libraries print to stderr; Python's stdout stays where it is."""
-    sys.stdout.flush()
+    flush_or_discard(sys.stdout)
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -107,6 +107,25 @@ def coerce(where: str, value: Any, kind: Any) -> Any:
     return value
 
 
+def check_type(where: str, value: object, kind: Any) -> None:
+    """Refuse a value that is not of a field's type; other than by `coerce`, nothing is converted, and text is not read.
+
+    Args:
+        where: "section.field", for messages.
+        value: what a program has set.
+        kind: the field's type.
+
+    Raises:
+        UserError: the value does not fit, or is not a number at all (NaN).
+
+    >>> check_type("plan.micro_batches", "2", int)
+    Traceback (most recent call last):
+    podscale.errors.UserError: plan.micro_batches must be a whole number, not '2'
+    """
+    if coerce(where, value, kind) != value:
+        raise UserError(f"{where} must be {_describe_kind(kind)}, not {_format_value(value)}")
+
+
 def _parse_text(where: str, text: str, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]

@@ -4,8 +4,9 @@ They are separate from the modules that use them so that `--help` can list them 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
+from podscale.config.fields import check_type
 from podscale.config.fields import document_field as _field
 from podscale.errors import UserError
 
@@ -19,7 +20,9 @@ class PodOptions:
     shape: str = _field("", "rows x columns of the available devices, such as 2x4; of each slice, if there are several")
     virtual: str = _field("", "simulate this many devices on the CPU, such as 2x2, or 2x2*2 for two slices")
     cores: int = _field(0, "devices per chip; on CPUs, devices in each process; 0: as the hardware says")
-    heartbeat_s: float = _field(60.0, "seconds without a heartbeat after which a process counts as dead, and all end")
+    heartbeat_s: float = _field(
+        60.0, "seconds without a heartbeat before a process is considered lost and the run ends"
+    )
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Options:
     summation: Literal["auto", "xla", "ring", "ring2", "torus", "torus4", "swing", "swing_latency", "sharded"] = _field(
         "auto", "how gradients are summed"
     )
-    payload: Literal["float32", "bfloat16"] = _field("float32", "type in which gradients are sent")
+    payload: Literal["float32", "bfloat16"] = _field("float32", "data type in which gradients are communicated")
     bucket_mib: int = _field(
         -1, "gradients are sent in buckets of this size; 0: all in one; -1: chosen with the summation"
     )
@@ -48,7 +51,8 @@ class Options:
     cache: Literal["auto", "none", "encoded", "decoded", "device"] = _field(
         "auto",
         "where images are cached: after the first pass in the hosts' memory, or from the start on every device; "
-        "auto: on the devices if that is little of a GPU's or TPU's memory, else decoded or else encoded if they fit",
+        "auto: on the devices if they need only a small share of GPU or TPU memory; "
+        "otherwise in the hosts' memory, decoded if they fit, else encoded",
     )
     cache_gib: float = _field(0.0, "memory for the cache on each host; 0: half of what is free")
     save_steps: int = _field(0, "updates between checkpoints, besides those at every evaluation; 0: only those")
@@ -56,16 +60,17 @@ class Options:
     check_steps: int = _field(100, "updates between comparisons of all devices' parameters; 0: never")
     fused: Literal["auto", "on", "off"] = _field(
         "auto",
-        "ResNets as layers that normalize, rectify and convolve in one go; auto: those with 1x1 convolutions in "
-        "bfloat16, on GPUs that have kernels for it (Hopper), where training is long enough to earn their compilation; "
-        "attention of Vision Transformers in bfloat16 as one kernel of cuDNN's, on any GPU",
+        "fuse batch norm, ReLU and convolution of ResNets; auto: those with 1x1 convolutions in "
+        "bfloat16, on GPUs that have kernels for it (Hopper), when training is long enough to amortize the "
+        "compilation; attention of Vision Transformers in bfloat16 as one kernel of cuDNN's, on any GPU; "
+        "their layer norms and GELU, and ConvNeXt's, as kernels, in bfloat16 on Hopper GPUs",
     )
     remat: Literal["auto", "on", "off"] = _field(
         "auto",
-        "compute each layer again in the backward pass, as model.remat does; "
+        "recompute activations in the backward pass, as model.remat does; "
         "auto: where the step does not fit the memory otherwise",
     )
-    deterministic: bool = _field(False, "on GPU, bit-identical results every time, also after a resume; slower")
+    deterministic: bool = _field(False, "bit-identical results on GPUs, also after resuming; slower")
     keep: int = _field(2, "number of newest checkpoints to keep, besides the best one; at least 1")
     orthogonalize: Literal["auto", "device", "row", "slice", "pod"] = _field(
         "auto",
@@ -81,12 +86,14 @@ def set_summation(options: Options, name: str, bucket_mib: int) -> Options:
 
 
 def check_options(options: Options) -> None:
-    """Refuse options that are out of range.
+    """Refuse options that are of another type, none of the choices, or out of range: a program may set anything.
 
     Raises:
         UserError: the message names the option, the range and the value.
     """
-    for field, value in vars(options).items():
+    for field, kind in get_type_hints(Options).items():
+        value = getattr(options, field)
+        check_type(f"plan.{field}", value, str if field == "summation" else kind)  # a summation may be by size
         least = -1 if field == "bucket_mib" else 0
         if isinstance(value, int | float) and value < least:
             raise UserError(f"plan.{field} must be {least} or more, not {value}")

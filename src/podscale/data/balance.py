@@ -24,7 +24,7 @@ MAX_CACHED = 1 << 16  # permutations of classes that are kept
 
 @runtime_checkable
 class SampleOrder(Protocol):
-    """Says which sample stands at which step and position."""
+    """The sample at each step and position."""
 
     def get_samples(self, steps: ArrayLike, positions: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return sample ids, and how often each was seen before: no pair comes twice."""
@@ -34,6 +34,31 @@ def make_order(recipe: Recipe, labels: NDArray[np.integer]) -> SampleOrder:
     """Return the order in which a recipe sees training samples with these labels."""
     settings = recipe.data.lanes, recipe.batch.size, recipe.train.seed
     return BalancedOrder(labels, *settings) if recipe.data.balance else Order(len(labels), *settings)
+
+
+def check_order(recipe: Recipe, labels: NDArray[np.integer]) -> None:
+    """Raise a `UserError` if training samples with these labels cannot be ordered as the recipe says."""
+    check_lanes(len(labels), recipe.data.lanes, recipe.batch.size)
+    if recipe.data.balance:
+        _count_by_lane(labels, recipe.data.lanes)
+
+
+def _count_by_lane(labels: NDArray[np.integer], lanes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return a number for lane and class of each sample, and how many samples have each number [lanes, classes].
+
+    Raises:
+        UserError: a lane has no sample of some class.
+    """
+    classes = int(labels.max()) + 1
+    keys = np.arange(len(labels)) % lanes * classes + np.asarray(labels, np.int64)
+    counts = np.bincount(keys, minlength=lanes * classes)
+    if missing := np.flatnonzero(counts == 0).tolist():
+        lane, label = divmod(missing[0], classes)
+        raise UserError(
+            f"data.balance needs training images of every class in each of {lanes} data.lanes, but lane {lane} has "
+            f"none of class {label}; use fewer lanes, or leave out the class"
+        )
+    return keys, counts.reshape(lanes, classes)
 
 
 def _argsort_digits(keys: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
@@ -78,21 +103,12 @@ class BalancedOrder:
 
     def __post_init__(self) -> None:
         check_lanes(len(self.labels), self.lanes, self.batch)
-        labels, lanes, seed = np.asarray(self.labels, np.int64), self.lanes, self.seed
-        classes = int(labels.max()) + 1
-        keys = np.arange(len(labels)) % lanes * classes + labels
-        counts = np.bincount(keys, minlength=lanes * classes)
-        if missing := np.flatnonzero(counts == 0).tolist():
-            lane, label = divmod(missing[0], classes)
-            raise UserError(
-                f"data.balance needs training images of every class in each of {lanes} data.lanes, but lane {lane} has "
-                f"none of class {label}; use fewer lanes, or leave out the class"
-            )
+        keys, counts = _count_by_lane(np.asarray(self.labels), self.lanes)
         fields = {
-            "_members": _argsort_digits(keys, lanes * classes),
-            "_starts": (np.cumsum(counts) - counts).reshape(lanes, classes),
-            "_counts": counts.reshape(lanes, classes),
-            "_permutation": functools.lru_cache(MAX_CACHED)(functools.partial(draw_permutation, seed)),
+            "_members": _argsort_digits(keys, counts.size),
+            "_starts": (np.cumsum(counts) - counts.ravel()).reshape(counts.shape),
+            "_counts": counts,
+            "_permutation": functools.lru_cache(MAX_CACHED)(functools.partial(draw_permutation, self.seed)),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)

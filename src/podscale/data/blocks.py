@@ -15,12 +15,12 @@ def _count_parts(sharding: NamedSharding, axis: int) -> int:
     return int(np.prod([sharding.mesh.shape[name] for name in names], dtype=int))
 
 
-def make_eval_blocks(sharding: NamedSharding, images_per_device: int) -> "Blocks":
+def make_eval_blocks(sharding: NamedSharding, images_per_device: int) -> "LocalBlocks":
     """Return the blocks of an evaluation batch, which `sharding` partitions along axis 0."""
-    return Blocks(sharding, (_count_parts(sharding, axis=0) * images_per_device,), axis=0)
+    return LocalBlocks(sharding, (_count_parts(sharding, axis=0) * images_per_device,), axis=0)
 
 
-class Blocks:
+class LocalBlocks:
     """The blocks of a global array, partitioned along one axis, that this process has devices for.
 
     Attributes:

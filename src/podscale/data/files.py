@@ -21,7 +21,7 @@ from podscale.data.index.table import Strings, Table
 from podscale.data.limits import MAX_IMAGE_BYTES
 from podscale.errors import StorageError, UserError
 from podscale.storage.files import open_descriptor, open_regular
-from podscale.storage.window import Window
+from podscale.storage.range_file import RangeFile
 
 THREADS = 16  # they mostly wait for the disk
 IMAGES_PER_TASK = 256
@@ -77,7 +77,7 @@ class Files:
             raise UserError(f"cannot read {path}: {error.strerror}; replace or remove it") from error
         raise UserError(
             f"cannot read {path}: it has {size} bytes but had {length} when it was indexed; "
-            "put the old file back, or touch its folder to have it indexed again"
+            "restore the old file, or run `touch` on its folder to rebuild the index"
         )
 
     def locate_bytes(
@@ -140,7 +140,7 @@ class Files:
         name = self.name(sample)
         if self.packed:
             (descriptor,), offsets, lengths = self.locate_bytes(np.array([sample]))
-            window = Window(lambda at, count: os.pread(int(descriptor), count, at), int(offsets[0]), int(lengths[0]))
+            window = RangeFile(lambda at, count: os.pread(int(descriptor), count, at), int(offsets[0]), int(lengths[0]))
             header = decode.read_header(io.BufferedReader(window, 4096), name, self.max_image_bytes)
             return (header.width, header.height), int(lengths[0])
         try:

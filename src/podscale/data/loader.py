@@ -5,7 +5,7 @@ positions that a device owns determine the samples of its block (see `order`), s
 yields the same global batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from podscale.data import crop, picks, randaugment
 from podscale.data.bad_images import UNREADABLE, BadImages
 from podscale.data.balance import SampleOrder, make_order
-from podscale.data.blocks import Blocks, make_eval_blocks
+from podscale.data.blocks import LocalBlocks, make_eval_blocks
 from podscale.data.index.dataset import Index
 from podscale.data.order import compute_crop_boxes, compute_eval_boxes, map_steps_to_batches
 from podscale.data.prefetch import Batch, Batches
@@ -25,6 +25,8 @@ from podscale.data.staging import Staging
 from podscale.parallel.inputs import HOST_FED, PICK_NUMBERS, Input
 from podscale.plan import Plan
 from podscale.recipe import Recipe, find_train_size
+
+SAMPLES_AT_ONCE = 2**20  # of a process, listed at once
 
 
 def load_train_batches(
@@ -53,7 +55,7 @@ def load_train_batches(
     """
     recipe = plan.recipe
     order = make_order(recipe, index.labels)
-    blocks = Blocks(sharding, plan.batch_shape, axis=2)
+    blocks = LocalBlocks(sharding, plan.batch_shape, axis=2)
     bad_images = BadImages(index, recipe.data.lanes, recipe.data.bad_share)
     maker = _TrainMaker(index, recipe, order, skip, blocks, _compute_positions(plan, blocks), bad_images, plan.input)
     return Batches(ranges, maker, threads, depth)
@@ -90,16 +92,21 @@ def load_eval_batches(
     return Batches(first_examples, _EvalMaker(index, recipe, blocks, offsets, bad_images), threads, depth)
 
 
-def list_train_samples(plan: Plan, sharding: NamedSharding) -> NDArray[np.int64]:
-    """Return all samples that this process ever trains on: those of the lanes that its positions read."""
-    lanes = plan.recipe.data.lanes
-    positions = _compute_positions(plan, Blocks(sharding, plan.batch_shape, axis=2))
+def iterate_train_samples(
+    plan: Plan, sharding: NamedSharding, at_once: int = SAMPLES_AT_ONCE
+) -> Iterator[NDArray[np.int64]]:
+    """Yield all samples that this process ever trains on, in order and in parts: those of the lanes it reads.
+
+    An array of all of them would be large, and slow to write for the first time.
+    """
+    lanes, count = plan.recipe.data.lanes, plan.counts.train
+    positions = _compute_positions(plan, LocalBlocks(sharding, plan.batch_shape, axis=2))
     local_lanes = np.unique(positions // (plan.recipe.batch.size // lanes))
-    if len(local_lanes) == lanes:
-        return np.arange(plan.counts.train)
-    rounds = np.arange(0, plan.counts.train, lanes)  # one sample of every lane each, in order
-    samples = (rounds[:, None] + local_lanes).ravel()
-    return samples[: np.searchsorted(samples, plan.counts.train)]
+    stride = max(1, at_once // len(local_lanes)) * lanes
+    for start in range(0, count, stride):
+        rounds = np.arange(start, min(start + stride, count), lanes)  # one sample of every lane each, in order
+        samples = (rounds[:, None] + local_lanes).ravel()
+        yield samples[: np.searchsorted(samples, count)]
 
 
 def list_eval_samples(count: int, sharding: NamedSharding, images_per_device: int) -> NDArray[np.int64]:
@@ -130,7 +137,7 @@ def load_train_images(
 ) -> Batch:
     """Return what training sees at these positions of a step's batch: images [1, 1, n, ...] on `sharding`'s device."""
     order = make_order(recipe, index.labels)
-    blocks = Blocks(sharding, (1, 1, len(positions)), axis=2)
+    blocks = LocalBlocks(sharding, (1, 1, len(positions)), axis=2)
     bad_images = BadImages(index, recipe.data.lanes, recipe.data.bad_share)
     maker = _TrainMaker(index, recipe, order, (), blocks, np.array(positions, np.int64)[None, None], bad_images)
     with Batches([range(step, step + 1)], maker, threads=None, depth=1) as batches:
@@ -140,7 +147,7 @@ def load_train_images(
 # --- makers of batches ----------------------------------------------------------------------------------------------
 
 
-def _compute_positions(plan: Plan, blocks: Blocks) -> NDArray[np.int64]:
+def _compute_positions(plan: Plan, blocks: LocalBlocks) -> NDArray[np.int64]:
     """Return the positions of the global batch that this process fills: [blocks, micro-batches, images]."""
     return np.stack([plan.positions(start // plan.micro_images) for start in blocks.starts])
 
@@ -151,7 +158,7 @@ class _TrainMaker:
     recipe: Recipe
     order: SampleOrder
     skip: Sequence[range]
-    blocks: Blocks
+    blocks: LocalBlocks
     positions: NDArray[np.int64]  # [blocks, micro-batches, images]
     bad_images: BadImages
     input: Input = HOST_FED
@@ -253,7 +260,7 @@ class _HostBatch:
 class _EvalMaker:
     index: Index
     recipe: Recipe
-    blocks: Blocks
+    blocks: LocalBlocks
     offsets: NDArray[np.int64]  # [blocks, images]
     bad_images: BadImages
 

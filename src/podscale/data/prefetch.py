@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from podscale.data import crop
 from podscale.data.bad_images import BadImages
-from podscale.data.bucket_files import BucketFiles
-from podscale.data.fetch import FetchAhead
+from podscale.data.bucket.fetch import FetchAhead
+from podscale.data.bucket.files import BucketFiles
 from podscale.data.index.dataset import Index
 from podscale.data.staging import Staging
 from podscale.processes.host import count_usable_cores

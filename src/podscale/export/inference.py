@@ -18,9 +18,9 @@ from podscale.models.registry import list_models
 from podscale.pod import Pod, find_pod
 from podscale.report.metrics import compute_scores, describe_baseline
 from podscale.runs.folder import Run
+from podscale.training import restore as trained_models
 from podscale.training import step as steps
-from podscale.training import trained as trained_models
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.evaluate import Evaluator
 from podscale.training.setup import prepare
 

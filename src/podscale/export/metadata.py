@@ -22,12 +22,20 @@ def make_metadata(run: Run, step: int) -> dict[str, str]:
 def write_pillow_code(data: Data) -> str:
     """Return Python code that turns the file at `path` into the model's input `pixels`, exactly as Podscale does.
 
-    For JPEG and for PNG and WebP without transparency; Podscale composites transparent images over white first.
+    Except for RGB PNGs of 16 bits in which one color is transparent.
     """
     lines = [
         "import numpy as np",
         "from PIL import Image, ImageOps",
-        'image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")',
+        "image = ImageOps.exif_transpose(Image.open(path))",
+        'if image.mode.startswith("I"):  # gray of 16 bits, of which the upper 8 are used',
+        "    gray = np.asarray(image)",
+        '    gray = np.where(gray == image.info.get("transparency", -1), 255, gray >> 8)',
+        "    image = Image.fromarray(gray.astype(np.uint8))",
+        "if image.has_transparency_data:  # transparent images lie on white",
+        '    image = image.convert("RGBA")',
+        '    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)',
+        'image = image.convert("RGB")',
     ]
     if data.shrink:
         lines += [
@@ -58,7 +66,8 @@ def describe_preprocessing(data: Data) -> JsonObject:
         "shrink": data.shrink,
         "mean": list(data.mean),
         "std": list(data.std),
-        "resize": "decode to RGB, upright by its EXIF orientation; " + shrink + "take the centred square whose side "
+        "resize": "decode to RGB, upright by its EXIF orientation, the upper 8 of 16 bits, transparency composited "
+        "over white; " + shrink + "take the centred square whose side "
         "is eval_fraction of the shorter side, rounded to the nearest pixel, its corner rounded down; resize it to "
         "image_size x image_size, first horizontally, with a bilinear filter that is widened when it shrinks and sees "
         "the pixels around the square (Pillow's BILINEAR with box=; crop() first gives other pixels)",

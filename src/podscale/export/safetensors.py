@@ -7,7 +7,7 @@ from podscale.models.weights.names import name_arrays
 from podscale.models.weights.timm import to_timm
 from podscale.models.weights.torchvision import make_state_dict
 from podscale.runs.folder import Run
-from podscale.training.trained import TrainedModel
+from podscale.training.restore import TrainedModel
 
 
 def write_safetensors(run: Run, trained: TrainedModel, metadata: dict[str, str]) -> bytes:

@@ -11,7 +11,7 @@ from podscale.errors import UserError
 from podscale.runs.folder import Run
 from podscale.storage.files import to_json
 from podscale.training import step as steps
-from podscale.training.trained import TrainedModel
+from podscale.training.restore import TrainedModel
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 PROGRAM, METADATA = "program.jax", "metadata.json"  # the members of a .stablehlo file, a zip archive

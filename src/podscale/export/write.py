@@ -26,8 +26,8 @@ from podscale.export.safetensors import write_safetensors, write_timm, write_tor
 from podscale.export.stablehlo import write_stablehlo
 from podscale.runs.folder import Run
 from podscale.storage.paths import require_local
-from podscale.training import trained as trained_models
-from podscale.training.trained import TrainedModel
+from podscale.training import restore as trained_models
+from podscale.training.restore import TrainedModel
 
 
 def export_model(

@@ -1,7 +1,8 @@
 """What a training asks of the bucket that its data is in: requests and bytes, per epoch and per second, and their cost.
 
-Arithmetic alone, from counts and from how the loader fetches (`podscale.data.requests`): it makes no request itself.
-The numbers of requests are upper bounds, since neighbours that are needed at once are fetched by one request.
+Arithmetic alone, from counts and from how the loader fetches (`podscale.data.bucket.requests`): no request is made.
+Fetched image by image, there are mostly fewer requests, since neighbours that are needed at once are fetched by one; a
+request that takes unusually long is made again. What the index of shards takes is as measured (docs/results.md).
 """
 
 import math
@@ -10,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from podscale.config.json_types import JsonObject
-from podscale.data.fetch_workers import MAX_REQUESTS
+from podscale.data.bucket.requests import BLOCK_BYTES, HORIZON_BYTES, MIN_DENSITY
+from podscale.data.bucket.workers import MAX_REQUESTS
 from podscale.data.index import catalog
+from podscale.data.index.containers.sources import BucketSource
 from podscale.data.index.dataset import Splits
-from podscale.data.requests import BLOCK_BYTES, HORIZON_BYTES, MIN_DENSITY
 from podscale.plan import Plan, count_lanes_per_host
 from podscale.storage.prices import LISTING_USD, PRICES, READ_USD
 
@@ -24,6 +26,8 @@ VALUES = (
     *("hosts", "in_blocks", "train_requests", "train_bytes", "eval_requests", "index_reads", "listings"),
     *("first_requests", "cache_bytes", "images_per_s", "requests_per_s", "bytes_per_s", "longest_request_s"),
 )
+SHARD_READS_PER_IMAGE = 1.1  # by which the index of shards is made: some headers are longer than a page, or on two
+SMALL_IMAGES_BYTES = 2**18  # of one such read where many images are on a page
 PREPARED = "tar"  # the container that `podscale data prepare` writes, with its index beside it
 
 
@@ -58,7 +62,7 @@ class BucketLoad:
     """What one training asks of the bucket that holds its data.
 
     Attributes:
-        plan: a recipe on a pod; neither the pod nor the data need be at hand.
+        plan: a recipe on a pod; neither the pod nor the data need exist on this machine.
         contents: of the data set.
         images_per_s: that the devices of the pod need, from a forecast; 0: not known.
     """
@@ -75,8 +79,15 @@ class BucketLoad:
 
     @property
     def index_reads(self) -> int:
-        """Reads that make the index: of an image's header each, unless it is stored."""
-        return 1 if self.contents.has_index else self.contents.train + self.contents.val
+        """Reads that make the index, unless it is stored: of each image's header, or of many small images at once."""
+        contents, images = self.contents, self.contents.train + self.contents.val
+        if contents.has_index:
+            return 1
+        if not contents.is_packed:
+            return images
+        if contents.image_bytes < BucketSource.NEAR:
+            return math.ceil(images * contents.image_bytes / SMALL_IMAGES_BYTES)
+        return math.ceil(SHARD_READS_PER_IMAGE * images)
 
     @property
     def listings(self) -> int:
@@ -88,7 +99,7 @@ class BucketLoad:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether shards are fetched in blocks of some megabytes, not image by image.
+        """Whether shards are fetched in blocks of some megabytes, not image by image; this takes a disk cache.
 
         A host needs every `hosts`-th image of a shard, and looks `HORIZON_BYTES` ahead.
         """
@@ -109,10 +120,17 @@ class BucketLoad:
     @property
     def eval_requests(self) -> int:
         """Requests of an evaluation, of all hosts: neighbours that a host reads in a batch are one request."""
+        if not self.contents.is_packed or self.hosts > 1:
+            return self.uncached_eval_requests
+        return min(self.contents.val, self._count_blocks(self.contents.val))
+
+    @property
+    def uncached_eval_requests(self) -> int:
+        """Requests of an evaluation without disk cache, and so without blocks."""
         val, plan = self.contents.val, self.plan
         if not self.contents.is_packed:
             return val
-        runs = math.ceil(val * self.hosts / (plan.eval_images * plan.pod.size)) if self.hosts > 1 else 1
+        runs = math.ceil(val * self.hosts / (plan.eval_images * plan.pod.size))
         return min(val, max(runs, self._count_blocks(val)))
 
     def _count_blocks(self, images: int) -> int:
@@ -152,7 +170,7 @@ class BucketLoad:
         reads = {
             "index": self.index_reads,
             "epoch": self.train_requests + self.eval_requests,
-            "uncached_run": epochs * self.train_requests + evaluations * self.eval_requests,
+            "uncached_run": epochs * self.contents.train + evaluations * self.uncached_eval_requests,
         }
         usd = {name: count * read_usd / 1e6 for name, count in reads.items()}
         return usd | {"index": usd["index"] + self.listings * LISTING_USD / 1e6}

@@ -29,6 +29,7 @@ class Chip:
     hides: float
     source: str
     closes: int = 1
+    largest: int = 0
     node_rate: float = 0.0
     node_hop_s: float = 0.0
     slice_rate: float = 0.0

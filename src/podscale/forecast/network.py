@@ -69,15 +69,15 @@ def time_paths(paths: Sequence[Sequence[Axis]], size: float, *, in_turn: bool = 
     return 2 * scatter_s  # the gather takes as long
 
 
-def time_swing(axes: Mapping[str, Axis], lanes: int, size: float) -> float:
-    """Return the seconds to sum `size` bytes by exchanges of halves, an equal part on each lane.
+def time_swing(axes: Mapping[str, Axis], count: int, size: float) -> float:
+    """Return the seconds to sum `size` bytes by exchanges of halves, an equal part along each path.
 
     Args:
         axes: "row", "column" and "slice".
-        lanes: as `exchanges.make_paths` takes them.
+        count: number of paths, as `exchanges.make_paths` takes it.
         size: bytes.
     """
-    stages = _list_swing_stages(axes["column"].size, axes["row"].size, lanes)
+    stages = _list_swing_stages(axes["column"].size, axes["row"].size, count)
     stretched = [[_stretch(axes[along], span) for along, span in stage] for stage in stages]
     return time_paths(list(zip(*stretched, strict=True)), size)
 
@@ -108,10 +108,10 @@ def _measure(hops: Sequence[tuple[int, int]], length: int, chips: int) -> Span:
 
 
 @functools.cache
-def _list_swing_stages(rows: int, cols: int, lanes: int) -> tuple[tuple[tuple[str, Span | None], ...], ...]:
-    """Return each lane's axis and span in every stage of Swing; lanes share links. A ring of a whole axis has none."""
+def _list_swing_stages(rows: int, cols: int, count: int) -> tuple[tuple[tuple[str, Span | None], ...], ...]:
+    """Return each path's axis and span in every stage of Swing; paths share links. A ring of a whole axis has none."""
     lengths, stages = {"row": cols, "column": rows}, []
-    for routes in zip(*make_paths(rows, cols, lanes), strict=True):
+    for routes in zip(*make_paths(rows, cols, count), strict=True):
         hops: dict[str, list[tuple[int, int]]] = {"row": [], "column": []}
         for route in routes:
             if isinstance(route, Exchange):

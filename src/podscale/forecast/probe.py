@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from podscale.config.json_types import JsonObject
 from podscale.forecast import network
 from podscale.forecast.network import Axis
-from podscale.parallel.collectives import lay_rings
+from podscale.parallel.collectives import make_rings
 from podscale.parallel.exchanges import Exchange
 from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, VISIT_ALL_CHIPS, Path, Route
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, Pod
@@ -232,7 +232,7 @@ def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], 
     """
 
     def body(x: jax.Array, hops: int) -> list[jax.Array]:
-        rings = [ring for (ring,) in lay_rings([(way,) for way in ways], cores)]
+        rings = [ring for (ring,) in make_rings([(way,) for way in ways], cores)]
         share = -(-x.size * len(ways) // (len(rings) * cores))
         xs = [x[:share] for _ in rings]
         for _ in range(hops):

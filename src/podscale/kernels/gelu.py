@@ -11,20 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float
 
 from podscale.kernels import reduction
 from podscale.kernels.layer_spec import Kernels, LayerSpec
 
 Array = jax.Array
 Arrays = tuple[Any, ...]
+Maps = Float[Array, "*rows channels"]
+Bias = Float[Array, " channels"]
 # Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: erf to 1.5e-7, from the exponential that GELU's
 # gradient needs as well.
 ERF_SLOPE = 0.3275911
 ERF_COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
-def add_bias_and_gelu(kernels: Kernels, z: Array, bias: Array) -> Array:
-    """Return GELU in its exact form of z [..., channels] + bias [channels], in the dtype of z.
+def add_bias_and_gelu(kernels: Kernels, z: Maps, bias: Bias) -> Maps:
+    """Return GELU in its exact form of z + bias, in the dtype of z.
 
     The kernels compute it, or the reference, where they cannot.
     """
@@ -34,13 +37,13 @@ def add_bias_and_gelu(kernels: Kernels, z: Array, bias: Array) -> Array:
     return _add_bias_and_gelu(kernels, z, wide)
 
 
-def reference(z: Array, bias: Array) -> Array:
+def reference(z: Maps, bias: Bias) -> Maps:
     """Return what `add_bias_and_gelu` does, computed in the dtype of the bias; XLA differentiates it."""
     return jax.nn.gelu(z.astype(bias.dtype) + bias, approximate=False).astype(z.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_bias_and_gelu(kernels: Kernels, z: Array, bias: Array) -> Array:
+def _add_bias_and_gelu(kernels: Kernels, z: Maps, bias: Bias) -> Maps:
     def compute(vectors: Arrays, z: Array) -> tuple[Arrays, Arrays]:
         x = z + vectors[0]
         return (jnp.maximum(x, 0.0) - jnp.abs(x) * _compute_tail(x)[0],), ()

@@ -14,11 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float
 
 from podscale.kernels.layer_spec import Kernels
 
 Array = jax.Array
 Arrays = tuple[Any, ...]
+Rows = Float[Array, "*rows width"]
+Vector = Float[Array, " width"]
 WARPS = 4
 ELEMENTS = 512  # of a chunk of a block: four per thread
 MAX_CHUNK = 128
@@ -29,21 +32,21 @@ MAX_ELEMENTS = 2**31  # offsets are 32-bit integers
 
 def add_and_normalize(
     kernels: Kernels,
-    x: Array,
-    y: Array | None,
-    bias: Array | None,
-    norm: tuple[Array, Array],
+    x: Rows,
+    y: Rows | None,
+    bias: Vector | None,
+    norm: tuple[Vector, Vector],
     epsilon: float,
     copies: int = 1,
-) -> Arrays:
+) -> tuple[Rows, ...]:
     """Return s = x + y + bias, and the layer norm of s, once or several times.
 
     Args:
         kernels: who computes it; the reference does what the kernels cannot.
-        x: [..., width].
-        y: like x, or None, which counts as 0.
-        bias: [width], or None, which counts as 0; it goes with y.
-        norm: scale and bias of the layer norm, [width] each.
+        x: rows.
+        y: the same number of rows, or None, which counts as 0.
+        bias: added to every row along with y; None counts as 0.
+        norm: scale and bias of the layer norm.
         epsilon: added to the variance.
         copies: of the layer norm. They are one array; but their gradients are added where they are read, instead of in
             a pass of its own.
@@ -60,7 +63,7 @@ def add_and_normalize(
     return tuple(result.reshape(x.shape) for result in results)
 
 
-def reference(x: Array, y: Array | None, bias: Array, norm: tuple[Array, Array], epsilon: float) -> tuple[Array, Array]:
+def reference(x: Rows, y: Rows | None, bias: Vector, norm: tuple[Vector, Vector], epsilon: float) -> tuple[Rows, Rows]:
     """Return what `add_and_normalize` does, step by step; XLA differentiates it."""
     s = x if y is None else (x.astype(bias.dtype) + y.astype(bias.dtype) + bias).astype(x.dtype)
     wide = s.astype(bias.dtype)

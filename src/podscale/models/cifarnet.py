@@ -29,6 +29,7 @@ from podscale.errors import UserError
 from podscale.models.initializers import init_normal, select_param_dtype
 from podscale.models.resnet import Conv
 from podscale.parallel.batch_norm import BatchNorm
+from podscale.parallel.placement import fill
 
 PATCH = 2  # side of the patches that are whitened, in pixels
 CHANNEL_ALIGNMENT = 8  # channels that the matrix units of GPUs take at once; three are padded with zeros
@@ -48,7 +49,7 @@ class Whitening(nnx.Module):
     def __init__(self, precision: str, rngs: nnx.Rngs, activation: str = "default") -> None:
         outputs = 2 * 3 * PATCH**2
         self.kernel = init_normal((PATCH, PATCH, 3, outputs), 1 / math.sqrt(outputs), precision, rngs)
-        self.bias = nnx.Param(jnp.zeros(outputs, select_param_dtype(precision)))
+        self.bias = nnx.Param(fill(outputs, 0, select_param_dtype(precision)))
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:

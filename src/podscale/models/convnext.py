@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from podscale import recipe
@@ -29,6 +28,7 @@ from podscale.models.layers import (
 )
 from podscale.models.random_layers import Dropout, DropPath, spread_rates
 from podscale.models.remat import apply_layers
+from podscale.parallel.placement import fill
 
 REDUCTION = 32  # from the side of the image to that of the last map
 MLP_RATIO = 4
@@ -91,7 +91,7 @@ class Block(nnx.Module):
         self.norm = make_layer_norm(width, types, rngs)
         self.expand = make_linear(width, MLP_RATIO * width, INIT, types, rngs)
         self.project = make_linear(MLP_RATIO * width, width, INIT, types, rngs)
-        self.layer_scale = nnx.Param(jnp.full(width, LAYER_SCALE, types.param))
+        self.layer_scale = nnx.Param(fill(width, LAYER_SCALE, types.param))
         self.drop_path = DropPath(drop_path)
 
     def __call__(self, x: jax.Array) -> jax.Array:

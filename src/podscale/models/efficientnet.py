@@ -133,20 +133,9 @@ class Style(NamedTuple):
 class ConvNorm(nnx.Module):
     """A convolution, batch norm and, unless it is linear, the activation."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        size: int,
-        style: Style,
-        rngs: nnx.Rngs,
-        *,
-        stride: int = 1,
-        depthwise: bool = False,
-        linear: bool = False,
-    ) -> None:
-        self.conv = style.make_conv(inputs, outputs, size, rngs, stride, depthwise)
-        self.norm = style.make_norm(outputs)
+    def __init__(self, conv: nnx.Conv, style: Style, *, linear: bool = False) -> None:
+        self.conv = conv
+        self.norm = style.make_norm(conv.out_features)
         self.activation = None if linear else style.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -170,13 +159,13 @@ class Block(nnx.Module):
     """An inverted bottleneck, beside a shortcut where it changes neither size nor channels."""
 
     def __init__(self, inputs: int, stage: Stage, stride: int, drop_path: float, style: Style, rngs: nnx.Rngs) -> None:
-        width, make = inputs * stage.expansion, partial(ConvNorm, style=style, rngs=rngs)
+        width, make_conv = inputs * stage.expansion, partial(style.make_conv, rngs=rngs)
         self.has_shortcut = stride == 1 and inputs == stage.width
-        self.expand = make(inputs, width, 1) if stage.expansion > 1 else None
-        self.depthwise = make(width, width, stage.size, stride=stride, depthwise=True)
+        self.expand = ConvNorm(make_conv(inputs, width, 1), style) if stage.expansion > 1 else None
+        self.depthwise = ConvNorm(make_conv(width, width, stage.size, stride=stride, depthwise=True), style)
         squeezed = round(SQUEEZE * inputs)
         self.squeeze_excitation = None if style.lite else SqueezeExcitation(width, squeezed, style.types, rngs)
-        self.project = make(width, stage.width, 1, linear=True)
+        self.project = ConvNorm(make_conv(width, stage.width, 1), style, linear=True)
         self.drop_path = DropPath(drop_path)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -202,12 +191,12 @@ class EfficientNet(nnx.Module):
         blocks = sum(self.depths)
         rates = (config.drop_path * index / blocks for index in range(blocks))  # as in the paper's code
         self.dropout, self.remat = Dropout(config.dropout), config.remat
-        layers: list[nnx.Module] = [ConvNorm(3, inputs, 3, style, rngs, stride=2)]
+        layers: list[nnx.Module] = [ConvNorm(style.make_conv(3, inputs, 3, rngs, stride=2), style)]
         for stage in stages:
             for index in range(stage.depth):
                 layers.append(Block(inputs, stage, 1 if index else stage.stride, next(rates), style, rngs))
                 inputs = stage.width
-        layers.append(ConvNorm(inputs, features, 1, style, rngs))
+        layers.append(ConvNorm(style.make_conv(inputs, features, 1, rngs), style))
         layers.append(DenseHead(features, classes, uniform(1 / math.sqrt(classes)), types, rngs))
         self.layers = nnx.List(layers)
 

@@ -53,6 +53,12 @@ class FunctionalModel:
         """Return the model computed by these kernels; None: layer by layer, as the module says."""
         return replace(self, kernels=kernels)
 
+    def can_use(self, kernels: Kernels) -> bool:
+        """Return whether these kernels compute anything of the model."""
+        model = self.build_abstract_module()
+        is_fusible = fused_vit.can_fuse(model, kernels) or fused_convnext.can_fuse(model, kernels)
+        return type(model) is ResNet or is_fusible or hasattr(model, "use_kernels")
+
     def train(
         self, params: Tree, stats: Tree, images: jax.Array, groups: Groups, keys: jax.Array | None = None
     ) -> tuple[jax.Array, Tree]:

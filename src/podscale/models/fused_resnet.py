@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from podscale.kernels import fused, pool
 from podscale.kernels.fused import RawOutput
 from podscale.kernels.layer_spec import Affine, FactorAndOffset, Kernels, LayerSpec
-from podscale.models.resnet import Conv, ResNet, Stem, convolve_four_outputs, list_convolutions, max_pool
+from podscale.models.max_pool import max_pool
+from podscale.models.resnet import Conv, ResNet, Stem, convolve_four_outputs, list_convolutions
 from podscale.parallel.batch_norm import BatchNorm
 
 

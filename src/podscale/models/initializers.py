@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
-# Compiling a sampler takes a third of a second for every shape; in whole chunks a few shapes serve all layers.
-_CHUNK = 2**18
+# Compiling a sampler takes a third of a second for every shape, so samples come in chunks, at most 2^30 of an array.
+_CHUNK, _MAX_CHUNKS = 2**18, 2**12
 
 
 def select_param_dtype(precision: str) -> type:
@@ -58,14 +58,26 @@ def _sample_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) ->
 def _initialize(
     sampler: Initializer, scale: float, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
 ) -> jax.Array:
-    """Return scaled samples. Outside of a trace the host scales them, which needs no program for every shape."""
+    """Return scaled samples. Outside of a trace the host puts them together, which needs one program for all shapes."""
     count = math.prod(shape)
-    samples = _sample(sampler, key, -(-count // _CHUNK))
-    if isinstance(samples, jax.core.Tracer):
+    if count > _CHUNK * _MAX_CHUNKS:  # an index beyond the keys would give the last one again, and the same samples
+        raise ValueError(
+            f"an array of shape {shape} has {count:,} values; at most {_CHUNK * _MAX_CHUNKS:,} are sampled"
+        )
+    chunks = [_sample_chunk(sampler, key, np.int32(i)) for i in range(-(-count // _CHUNK))]
+    if any(isinstance(chunk, jax.core.Tracer) for chunk in chunks):
+        samples = _sample_chunks(sampler, key, len(chunks))
         return (samples[:count].reshape(shape) * scale).astype(dtype)
-    return jnp.asarray((np.asarray(samples)[:count].reshape(shape) * np.float32(scale)).astype(dtype))
+    joined = np.concatenate([np.asarray(chunk) for chunk in chunks])[:count].reshape(shape)
+    return jax.device_put((joined * np.float32(scale)).astype(dtype))  # jnp.asarray compiles a program for each shape
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sample_chunk(sampler: Initializer, key: jax.Array, number: int) -> jax.Array:
+    return sampler(jax.random.split(key, _MAX_CHUNKS)[number], (_CHUNK,), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _sample(sampler: Initializer, key: jax.Array, chunks: int) -> jax.Array:
+def _sample_chunks(sampler: Initializer, key: jax.Array, chunks: int) -> jax.Array:
+    """Return the first chunks, as one array; the first keys of a split do not depend on their number."""
     return lax.map(lambda key: sampler(key, (_CHUNK,), jnp.float32), jax.random.split(key, chunks)).ravel()

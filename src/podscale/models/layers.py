@@ -9,6 +9,7 @@ from flax import nnx
 
 from podscale.models.initializers import Initializer, select_param_dtype
 from podscale.models.resnet import space_to_depth
+from podscale.parallel.placement import fill
 
 
 class Types(NamedTuple):
@@ -32,7 +33,7 @@ class PatchConv(nnx.Module):
     def __init__(self, inputs: int, outputs: int, size: int, init: Initializer, types: Types, rngs: nnx.Rngs) -> None:
         self.size, self.dtype = size, types.compute
         self.kernel = nnx.Param(init(rngs.params(), (size, size, inputs, outputs), types.param))
-        self.bias = nnx.Param(jnp.zeros(outputs, types.param))
+        self.bias = nnx.Param(fill(outputs, 0, types.param))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...].reshape(-1, self.kernel.shape[-1])
@@ -45,7 +46,7 @@ class DenseHead(nnx.Module):
 
     def __init__(self, inputs: int, classes: int, init: Initializer, types: Types, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(init(rngs.params(), (inputs, classes), types.param))
-        self.bias = nnx.Param(jnp.zeros(classes, types.param))
+        self.bias = nnx.Param(fill(classes, 0, types.param))
 
     def __call__(self, features: jax.Array) -> jax.Array:
         return features.astype(self.kernel.dtype) @ self.kernel[...] + self.bias[...]

@@ -128,8 +128,13 @@ def build_model(config: recipe.Model, classes: int, image_size: int, seed: int |
 
 
 def _check_fields(config: recipe.Model) -> None:
-    """Refuse a field that the model does not have, unless it is at its default."""
-    for field, families in _FIELDS.items():
-        value = getattr(config, field)
-        if not config.name.startswith(families) and value != getattr(recipe.Model, field):
-            raise UserError(f"model.{field} {value} is for {' and '.join(families)}, not for {config.name}")
+    """Refuse fields that the model does not have, unless they are at their defaults."""
+    wrong = {
+        field: getattr(recipe.Model, field)
+        for field, families in _FIELDS.items()
+        if not config.name.startswith(families) and getattr(config, field) != getattr(recipe.Model, field)
+    }
+    if wrong:
+        missing = " and ".join(f"no model.{field} (which is for {' and '.join(_FIELDS[field])})" for field in wrong)
+        reset = " ".join(f"--model.{field} {str(default).lower()}" for field, default in wrong.items())
+        raise UserError(f"{config.name} has {missing}; reset {'it' if len(wrong) == 1 else 'them'} with {reset}")

@@ -22,8 +22,10 @@ from podscale import recipe
 from podscale.config.suggestions import suggest_numbers
 from podscale.errors import UserError
 from podscale.models.initializers import init_normal, select_param_dtype
+from podscale.models.max_pool import max_pool
 from podscale.models.remat import apply_layers
 from podscale.parallel.batch_norm import BatchNorm
+from podscale.parallel.placement import fill
 
 # --- convolutions --------------------------------------------------------------------------------------------------
 
@@ -111,11 +113,6 @@ class Stem(nnx.Module):
         return x if self.small else max_pool(x)
 
 
-def max_pool(x: jax.Array) -> jax.Array:
-    """Return the maximum of each 3x3 window, at stride 2."""
-    return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
-
-
 class Projection(nnx.Module):
     """The shortcut of a block that changes the number of channels or the size of the map."""
 
@@ -188,7 +185,7 @@ class Head(nnx.Module):
 
     def __init__(self, inputs: int, classes: int, *, precision: str, rngs: nnx.Rngs):
         self.kernel = init_normal((inputs, classes), 0.01, precision, rngs)
-        self.bias = nnx.Param(jnp.zeros(classes, select_param_dtype(precision)))
+        self.bias = nnx.Param(fill(classes, 0, select_param_dtype(precision)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         features = jnp.mean(x, axis=(1, 2), dtype=self.kernel.dtype)

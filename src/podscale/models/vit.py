@@ -36,6 +36,7 @@ from podscale.models.layers import (
 )
 from podscale.models.random_layers import Dropout, DropPath, spread_rates
 from podscale.models.remat import apply_layers
+from podscale.parallel.placement import fill
 
 MLP_RATIO = 4
 PADDED_MULTIPLE = 8  # of tokens, for cuDNN: JAX refuses an odd number, and products are faster on multiples of 8
@@ -70,7 +71,7 @@ class Embedding(nnx.Module):
         has_token = config.pooling == "token"
         self.grid, self.padding = grid, 0
         self.patches = PatchConv(3, width, config.patch, lecun, types, rngs)
-        self.class_token = nnx.Param(jnp.zeros(width, types.param)) if has_token else None
+        self.class_token = nnx.Param(fill(width, 0, types.param)) if has_token else None
         shape = (grid * grid + has_token, width)
         is_learned = config.positions == "learned"
         self.positions = nnx.Param(normal(0.02)(rngs.params(), shape, types.param)) if is_learned else None

@@ -95,11 +95,13 @@ def _make_rule(
 def can_shard(recipe: Recipe) -> bool:
     """Return whether the recipe's optimizer can update a part of each array: `plan.summation sharded` needs that.
 
+    All built-in rules can, given the norms of whole arrays and, for Muon, a share of the matrices.
+
     >>> from podscale.recipe import load_recipe
     >>> can_shard(load_recipe("resnet50-imagenet-32k"))
     True
     """
-    return recipe.optimizer.name in ("lars", *ELEMENTWISE_RULES)
+    return recipe.optimizer.name in BUILT_IN_NAMES
 
 
 def register_optimizer(name: str) -> Callable[[Rule], Rule]:

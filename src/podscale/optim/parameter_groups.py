@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_map_with_path
 from jaxtyping import PyTree
 
 from podscale.errors import UserError
-from podscale.recipe import Optimizer, Recipe
+from podscale.recipe import Optimizer, Recipe, is_off
 
 # --- learning rates --------------------------------------------------------------------------------------------------
 
@@ -31,10 +31,10 @@ def make_group_rates(
     """
     settings, rates = recipe.schedule, {DEFAULT: learning_rate}
     for group, peak in ((BIAS, settings.bias_peak), (HEAD, settings.head_peak)):
-        if peak:
+        if not is_off(peak):
             rates[group] = _scale_rate(learning_rate, peak / settings.peak)
     for field, layer in (("stem_epochs", stem), ("head_peak", head)):
-        if getattr(settings, field) and not layer:
+        if not is_off(getattr(settings, field)) and not layer:
             raise UserError(f"schedule.{field} needs a model with a list of `layers`, or a `stem` and a `head`")
     if settings.stem_epochs:
         speedup = max(1.0, recipe.train.epochs / settings.stem_epochs)

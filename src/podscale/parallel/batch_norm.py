@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from podscale.errors import UserError
+from podscale.parallel.placement import fill
 from podscale.parallel.swing import sum_over_chips
 from podscale.pod import CORE, TILE, Pod
 
@@ -102,10 +103,10 @@ class BatchNorm(nnx.Module):
         epsilon: float = 1e-5,
         param_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        self.scale = nnx.Param((jnp.zeros if zero_scale else jnp.ones)(features, param_dtype)) if scaled else None
-        self.bias = nnx.Param(jnp.zeros(features, param_dtype))
-        self.mean = nnx.BatchStat(jnp.zeros(features, param_dtype))
-        self.var = nnx.BatchStat(jnp.ones(features, param_dtype))
+        self.scale = nnx.Param(fill(features, 0 if zero_scale else 1, param_dtype)) if scaled else None
+        self.bias = nnx.Param(fill(features, 0, param_dtype))
+        self.mean = nnx.BatchStat(fill(features, 0, param_dtype))
+        self.var = nnx.BatchStat(fill(features, 1, param_dtype))
         self.epsilon = epsilon
         self.groups = Groups()
         self.use_running_average = True

@@ -47,7 +47,7 @@ class Ring:
         """Build the ring on which core i of every chip follows `routes[i]`."""
         slices, rows, cols = lax.axis_size(SLICE), lax.axis_size(COLUMN), lax.axis_size(ROW)
         devices = np.arange(slices * rows * cols * len(routes)).reshape(slices, rows, cols, len(routes))
-        cycles = np.concatenate([route.lay(devices[..., core]) for core, route in enumerate(routes)])
+        cycles = np.concatenate([route.list_cycles(devices[..., core]) for core, route in enumerate(routes)])
         return cls(tuple(map(tuple, cycles.tolist())))
 
     @property
@@ -68,7 +68,7 @@ class Ring:
         return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
 
 
-def lay_rings(paths: Sequence[Path], cores: int) -> list[tuple[Ring, ...]]:
+def make_rings(paths: Sequence[Path], cores: int) -> list[tuple[Ring, ...]]:
     """Return the rings of each part of a core's data, so that all paths carry the same amount.
 
     The cores of a chip divide the paths among themselves: of four paths, four cores take one each, two cores take two
@@ -170,7 +170,7 @@ def all_reduce(
     cores, chips = lax.axis_size(CORE), lax.axis_size(TORUS)
     if chips == 1:
         return lax.psum(x, CORE)
-    ring_paths = lay_rings(paths, cores)
+    ring_paths = make_rings(paths, cores)
     whole = jnp.pad(x, (0, compute_padding(x.size, len(ring_paths) * chips * cores)))
     part = lax.psum_scatter(whole, CORE, tiled=True) if cores > 1 else whole
     parts = list(jnp.split(part, len(ring_paths)))

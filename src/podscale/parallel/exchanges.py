@@ -19,7 +19,7 @@ import numpy as np
 
 from podscale.parallel.routes import CROSS_SLICES, Chips, Path, Route
 
-LANES = 4  # ways to arrange the exchanges so that all four links of a chip are used at once
+MAX_PATHS = 4  # one for each link of a chip, so that all four carry data at once
 Group = tuple[int, ...]  # positions along a row or column, in the order of what each of them owns
 
 
@@ -29,7 +29,7 @@ class Exchange(Route):
 
     groups: tuple[Group, ...] = ()
 
-    def lay(self, chips: Chips) -> Chips:
+    def list_cycles(self, chips: Chips) -> Chips:
         """Return the cycles through chips [slices, rows, columns]: [cycles, chips of a cycle]."""
         lines = chips if self.along == "row" else chips.swapaxes(1, 2)
         cycles = lines.reshape(-1, lines.shape[-1])[:, np.array(self.groups)]
@@ -127,17 +127,17 @@ def _list_blocks(count: int) -> Iterator[tuple[Group, ...]]:
 # --- reduce-scatter and all-gather by halving ----------------------------------------------------------------------
 
 
-def make_paths(rows: int, cols: int, lanes: int = 1) -> tuple[Path, ...]:
+def make_paths(rows: int, cols: int, count: int = 1) -> tuple[Path, ...]:
     """Return the paths of Swing on slices of rows x columns, an equal part of the data along each.
 
-    Steps along rows and columns alternate, so that large messages go to near chips. Two of four lanes begin with
-    columns, and two are mirrored: where rows and columns are powers of two, no two lanes use the same link at first.
+    Steps along rows and columns alternate, so that large messages go to near chips. Two of four paths begin with
+    columns, and two are mirrored: where rows and columns are powers of two, no two paths use the same link at first.
     """
-    return tuple(_make_path(rows, cols, lane) for lane in range(min(lanes, LANES)))
+    return tuple(_make_path(rows, cols, number) for number in range(min(count, MAX_PATHS)))
 
 
-def _make_path(rows: int, cols: int, lane: int) -> Path:
-    is_mirrored, starts_down = bool(lane % 2), lane // 2 % 2
+def _make_path(rows: int, cols: int, number: int) -> Path:
+    is_mirrored, starts_down = bool(number % 2), number // 2 % 2
     sizes: dict[Literal["row", "column"], int] = {"row": cols, "column": rows}
     path: list[Route] = []
     steps: list[list[Route]] = []

@@ -1,4 +1,4 @@
-"""Kinds of input: how the devices get a step's images.
+"""Input: the contract of its kinds, how the devices get a step's images, and two kinds.
 
 `HostFed` batches come from the hosts, image by image. `Resident` images live on every device: a small data set, which
 the compiled step crops. The host then loads only a pick per image, four numbers: which sample, the crop's left and
@@ -6,7 +6,7 @@ upper edges, and whether it is flipped. They are the same crops that the host wo
 step sees the same pixels to the last bit; but an epoch of picks is less than a megabyte, and the host has nothing else
 to do.
 
-The plan, the loader and the step know the contract `Input` alone.
+`input_kinds.py` has all kinds by name; the plan, the loader and the step know the contract `Input` alone.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, UInt8
 from numpy.typing import NDArray
 
-from podscale.config.fields import add_choice
-from podscale.config.registry import Registry
 from podscale.recipe import Recipe, find_largest_size
 
 PICK_NUMBERS = 4  # sample, left, top, flip
@@ -165,22 +163,6 @@ class Resident:
 
 
 HOST_FED, RESIDENT = HostFed(), Resident()
-INPUTS: Registry[Input] = Registry("kind of input", {RESIDENT.name: RESIDENT})  # by what `plan.cache` says
-
-
-def find_input(cache: str) -> Input:
-    """Return the kind of input that `plan.cache` names; what is cached in the hosts' memory is fed from there."""
-    return dict(INPUTS).get(cache, HOST_FED)
-
-
-def register_input(kind: Input) -> None:
-    """Make a kind of input available to `plan.cache` under its name.
-
-    Raises:
-        UserError: there is already one of this name.
-    """
-    INPUTS.add(kind.name, kind)
-    add_choice("plan.cache", kind.name)
 
 
 # --- crops on the device ---------------------------------------------------------------------------------------------

@@ -6,10 +6,20 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 from numpy.typing import NDArray
 
 from podscale.errors import UserError
+
+
+def fill(shape: int | tuple[int, ...], value: int | float, dtype: DTypeLike) -> jax.Array:
+    """Return an array of one value. Unlike `jnp.full`, it is made by the host, without a program for its shape.
+
+    >>> fill(3, 0.5, "float32").tolist()
+    [0.5, 0.5, 0.5]
+    """
+    return jax.device_put(np.full(shape, value, dtype))
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:

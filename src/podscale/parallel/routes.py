@@ -38,7 +38,7 @@ class Route:
     along: Literal["row", "column", "all", "slice"]
     backwards: bool = False
 
-    def lay(self, chips: Chips) -> Chips:
+    def list_cycles(self, chips: Chips) -> Chips:
         """Return the cycles through chips [slices, rows, columns]: [cycles, chips of a cycle]."""
         slices, rows, cols = chips.shape
         match self.along:

@@ -4,7 +4,7 @@
 way back: 2 log2(N) messages, and as few bytes as a ring. `swing_latency` sends whole arrays: log2(N) messages, for sums
 so small that only the number of messages counts. Between slices, `swing` is a ring as all other strategies are.
 
-The cores of a chip first scatter the data among themselves. With `swing`, each of up to four cores then takes a lane
+The cores of a chip first scatter the data among themselves. With `swing`, each of up to four cores then takes a path
 of its own, and all four links of a chip carry data at the same time.
 
 Reference:
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from podscale.parallel.collectives import TORUS, all_reduce, compute_padding, round_to
-from podscale.parallel.exchanges import LANES, Message, list_messages, make_paths
+from podscale.parallel.exchanges import MAX_PATHS, Message, list_messages, make_paths
 from podscale.parallel.routes import count_hops
 from podscale.parallel.summation import Links, Replicated
 from podscale.pod import COLUMN, CORE, ROW, SLICE
@@ -58,8 +58,8 @@ class Swing(Replicated):
 
 def sum_by_halves(x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
     """Sum `x` over all devices; the same bits on every device, rounded to `wire` if it traveled."""
-    lanes = min(lax.axis_size(CORE), LANES)
-    return all_reduce(make_paths(lax.axis_size(COLUMN), lax.axis_size(ROW), lanes), x, wire, synchronizes=False)
+    count = min(lax.axis_size(CORE), MAX_PATHS)
+    return all_reduce(make_paths(lax.axis_size(COLUMN), lax.axis_size(ROW), count), x, wire, synchronizes=False)
 
 
 # --- whole arrays ----------------------------------------------------------------------------------------------------

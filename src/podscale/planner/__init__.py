@@ -1,1 +1,1 @@
-"""Answers about pods that are not available: compile, search, compare with published runs, rehearse."""
+"""Results about pods that are not available: compile, search, compare with published runs, rehearse."""

@@ -14,10 +14,11 @@ import numpy as np
 
 from podscale.errors import UserError
 from podscale.plan import Plan
-from podscale.planner import described_devices
+from podscale.planner import topologies
 from podscale.training import step as steps
 from podscale.training.compilation import make_train_call
 from podscale.training.setup import describe_program
+from podscale.training.update_rule import describe_scalars
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def compile_plan(plan: Plan) -> CompilerReport:
         UserError: the compiler refuses the pod or the plan.
     """
     start = time.perf_counter()
-    program = _compile_program(replace(plan, pod=described_devices.describe_pod(plan.pod)))
+    program = compile_program(plan)
     memory, cost, text = program.memory_analysis(), program.cost_analysis() or {}, program.as_text()
     if memory is None or text is None:
         raise UserError(f"the compiler for {plan.pod.kind} does not say what a program needs")
@@ -80,13 +81,19 @@ def compile_plan(plan: Plan) -> CompilerReport:
 # --- the program ---------------------------------------------------------------------------------------------------
 
 
-def _compile_program(plan: Plan) -> jax.stages.Compiled:
-    options = steps.make_compiler_options(plan) | described_devices.get_compiler_options(plan.pod)
+def compile_program(plan: Plan) -> jax.stages.Compiled:
+    """Return the plan's training call, compiled for its pod, which need not be present.
+
+    Raises:
+        UserError: the compiler refuses the pod or the plan.
+    """
+    plan = replace(plan, pod=topologies.describe_pod(plan.pod))
+    options = steps.make_compiler_options(plan) | topologies.get_compiler_options(plan.pod)
     lowered = _lower_program(plan)
     try:
         return lowered.compile(options or None)
     except jax.errors.JaxRuntimeError as error:
-        reason = described_devices.get_first_line(error)
+        reason = topologies.shorten_reason(error)
         raise UserError(f"the compiler refuses this plan for {plan.pod.kind}:{plan.pod.shape}: {reason}") from None
 
 
@@ -94,7 +101,7 @@ def _lower_program(plan: Plan) -> jax.stages.Lowered:
     """Lower the plan's training call from shapes alone."""
     program = describe_program(plan)
     batch = steps.describe_call_arguments(plan, program.mesh)
-    return make_train_call(program).lower(program.describe_state(), *batch)
+    return make_train_call(program).lower(program.describe_state(), *batch, describe_scalars(plan, program.mesh))
 
 
 # --- reading the program -------------------------------------------------------------------------------------------

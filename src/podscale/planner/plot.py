@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from podscale.forecast.model import Forecast
 from podscale.planner.published import PublishedRun
-from podscale.pod import named_pod
+from podscale.pod import parse_pod
 from podscale.report.svg import FAINT, INK, draw_area, draw_dot, draw_line, draw_text, make_svg
 
 WIDTH, HEIGHT = 1000, 460
@@ -38,7 +38,7 @@ def draw_scaling(forecasts: Sequence[Forecast], runs: Iterable[PublishedRun], ti
     """
     counts = [_count_chips(forecast) for forecast in forecasts]
     kind = forecasts[0].plan.pod.kind
-    points = [(_count_run_chips(run), run) for run in runs if named_pod(run.pod).kind == kind]
+    points = [(_count_run_chips(run), run) for run in runs if parse_pod(run.pod).kind == kind]
     body = [
         draw_text(WIDTH / 2, 28, title, size=17),
         *_draw_rates(forecasts, counts, points),
@@ -52,7 +52,7 @@ def _count_chips(forecast: Forecast) -> int:
 
 
 def _count_run_chips(run: PublishedRun) -> int:
-    return math.prod(named_pod(run.pod).dims)
+    return math.prod(parse_pod(run.pod).dims)
 
 
 # --- the two panels --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from podscale.forecast.compute import RESNET50
 from podscale.forecast.model import Forecast, format_duration, make_forecast
 from podscale.forecast.software import Software
 from podscale.plan import Counts, Plan
-from podscale.pod import CHIPS, named_pod
+from podscale.pod import CHIPS, parse_pod
 
 IMAGENET = Counts(1_281_167, 50_000, 1000)
 EVAL_EPOCHS = 4  # MLPerf's rule
@@ -111,7 +111,7 @@ def find_software(run: PublishedRun) -> tuple[Software, Options]:
     Raises:
         UserError: published.toml describes no program for it.
     """
-    family = "gpu" if named_pod(run.pod).is_gpu_cluster else "tpu"
+    family = "gpu" if parse_pod(run.pod).is_gpu_cluster else "tpu"
     for row in chips.read_tables(__package__, "published.toml")["software"]:
         if row["family"] == family and run.round in row["rounds"]:
             facts = {name: row[name] for name in row if name in Software.__dataclass_fields__}
@@ -135,7 +135,7 @@ def _forecast_run(run: PublishedRun) -> Forecast:
 
 def plan_run(run: PublishedRun) -> Plan:
     """Return the plan of a published run, with the options of its program."""
-    pod = named_pod(run.pod)
+    pod = parse_pod(run.pod)
     changes = {
         "batch.size": run.batch,
         "batch.span": run.span or run.batch // pod.size,

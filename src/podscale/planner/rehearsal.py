@@ -26,7 +26,7 @@ from podscale.errors import UserError
 from podscale.pod import Pod
 from podscale.processes.host import count_usable_cores
 from podscale.recipe import Recipe, find_train_size
-from podscale.training.checkpoint import Checkpoints
+from podscale.training.checkpoint.checkpoints import Checkpoints
 from podscale.training.program import Program
 from podscale.training.setup import prepare
 

@@ -1,13 +1,13 @@
-"""Draw a sheet of the samples that the model will see, with the code that makes training's batches.
+"""Draw a grid of the samples that the model will see, with the code that makes training's batches.
 
 A training sample is loaded, cropped and flipped by the loader, at its own position in a step's global batch, and mixed
-and erased by the function that the training step calls. The sheet shows the model's input turned back into pixels.
+and erased by the function that the training step calls. The grid shows the model's input turned back into pixels.
 """
 
+from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
@@ -22,16 +22,16 @@ from podscale.recipe import Recipe
 from podscale.storage.paths import require_local
 from podscale.training.device_input import augment
 
-MIN_SIDE = 96  # pixels on the sheet; smaller images are enlarged by a whole number
+MIN_SIDE = 96  # pixels on the grid; smaller images are enlarged by a whole number
 MAX_IMAGES = 1024
 CAPTION_HEIGHT, GAP = 16, 6
 BACKGROUND, TEXT_COLOR = (255, 255, 255), (30, 34, 40)
 
 
-def write_sheet(
+def write_grid(
     recipe: Recipe, path: Path, split: str = "train", count: int = 48, step: int = 0, progress: Progress | None = None
 ) -> JsonObject:
-    """Draw the sheet into a PNG file.
+    """Draw the grid into a PNG file.
 
     Args:
         recipe: names the data and how it is augmented.
@@ -61,7 +61,7 @@ def write_sheet(
         description = f"{count} of {len(data.val):,} validation samples"
     captions = [_make_caption(target, data.classes, recipe.augment.label_smoothing) for target in targets]
     try:
-        draw_sheet(pixels, captions).save(path, "png")
+        draw_grid(pixels, captions).save(path, "png")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another file with --to") from None
     return {
@@ -78,26 +78,25 @@ def load_training_samples(recipe: Recipe, data: Splits, step: int, count: int) -
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("one",)), PartitionSpec(None, None, "one"))
     batch = loader.load_train_images(data.train, recipe, step, range(even), sharding)
     float32_recipe = recipe.override({"model.precision": "float32"})
-    inputs, targets = augment.prepare_batch(
-        float32_recipe, batch.images[0, 0], batch.labels[0, 0], jnp.int32(step), jnp.arange(even), len(data.classes)
-    )
+    prepare = jax.jit(partial(augment.prepare_batch, float32_recipe, classes=len(data.classes)))
+    inputs, targets = prepare(batch.images[0, 0], batch.labels[0, 0], np.int32(step), np.arange(even))
     mean, std = np.array(recipe.data.mean), np.array(recipe.data.std)
     pixels = np.clip(np.rint((np.asarray(inputs) * std + mean) * 255), 0, 255).astype(np.uint8)
     return pixels[:count], np.asarray(targets)[:count]
 
 
-def draw_sheet(pixels: NDArray[np.uint8], captions: list[str]) -> Image.Image:
+def draw_grid(pixels: NDArray[np.uint8], captions: list[str]) -> Image.Image:
     """Draw images in rows, each above its caption."""
     side = pixels.shape[1] * max(1, -(-MIN_SIDE // pixels.shape[1]))
     columns = max(1, min(len(pixels), 1100 // (side + GAP)))
     rows = -(-len(pixels) // columns)
-    sheet = Image.new("RGB", (GAP + columns * (side + GAP), GAP + rows * (side + CAPTION_HEIGHT + GAP)), BACKGROUND)
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    grid = Image.new("RGB", (GAP + columns * (side + GAP), GAP + rows * (side + CAPTION_HEIGHT + GAP)), BACKGROUND)
+    draw, font = ImageDraw.Draw(grid), ImageFont.load_default(12)
     for i, (image, caption) in enumerate(zip(pixels, captions, strict=True)):
         x, y = GAP + i % columns * (side + GAP), GAP + i // columns * (side + CAPTION_HEIGHT + GAP)
-        sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (x, y))
+        grid.paste(Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST), (x, y))
         draw.text((x, y + side + 1), _truncate_to_width(caption, side, font), fill=TEXT_COLOR, font=font)
-    return sheet
+    return grid
 
 
 def _truncate_to_width(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:

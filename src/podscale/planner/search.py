@@ -1,7 +1,7 @@
 """Search for the pod, recipe, summation and micro-batches that train fastest, for a number of chips or a budget."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from podscale import plan as plans
@@ -12,10 +12,12 @@ from podscale.errors import UserError
 from podscale.forecast import chips
 from podscale.forecast.compute import Work
 from podscale.forecast.model import Forecast, make_forecast
+from podscale.forecast.orthogonalization import choose_group, count_update_bytes
 from podscale.optim.optimizers import can_shard
+from podscale.parallel.shared_matrices import Kind
 from podscale.parallel.strategies import STRATEGIES, list_replicated
 from podscale.plan import Counts, Memory, Plan
-from podscale.pod import CHIPS, THREE_DIMENSIONS, Pod, named_pod
+from podscale.pod import CHIPS, THREE_DIMENSIONS, Pod, parse_pod
 from podscale.recipe import Recipe
 
 MAX_CHIPS = 4096
@@ -54,7 +56,12 @@ def find_fastest_pods(
 ) -> list[Forecast]:
     """Return the best forecast for each number of chips that beats all smaller numbers: fastest last.
 
-    `recipe` names the model and data; presets that train the same model and data with other batches are tried too.
+    Args:
+        request: which pods.
+        recipe: it names the model and data; presets that train the same with other batches are tried too.
+        counts: of the data.
+        memory: bytes of whole arrays, as on one device; each plan adapts them to its pod and summation.
+        work: what the recipe's model demands.
     """
     return _keep_pareto(find_best_by_chips(request, recipe, counts, memory, work))
 
@@ -68,7 +75,7 @@ def find_best_by_chips(
         UserError: no pod of the request can train the recipe.
     """
     best: dict[int, Forecast] = {}
-    for plan in _iterate_plans(request, recipe, counts, memory):
+    for plan in _iterate_plans(request, recipe, counts, memory, work.matrices):
         forecast, count = make_forecast(plan, work), plan.pod.rows * plan.pod.cols
         within = not request.chip_hours or forecast.chip_hours <= request.chip_hours
         if within and (count not in best or forecast.train_s < best[count].train_s):
@@ -105,18 +112,28 @@ def list_similar_recipes(recipe: Recipe) -> list[Recipe]:
 def iterate_pods(kind: str, count: int) -> Iterator[Pod]:
     """Yield the pods of so many chips: tori up to four times as long as wide; GPU nodes, or a part of one node.
 
+    Where that is more than the largest slice has, they are slices of that size.
+
     >>> [pod.dims for pod in iterate_pods("v4", 128)]
     [(16, 8), (8, 4, 4), (4, 8, 4)]
+    >>> [pod.shape for pod in iterate_pods("v5e", 1024)]
+    ['16x16*4']
     """
     row = chips.get_chip(kind)
     if not row.is_torus:
         per_node = CHIPS[kind][1]
         if count <= per_node or count % per_node == 0:
-            yield named_pod(f"{kind}:{max(1, count // per_node)}x{min(count, per_node)}")
+            yield parse_pod(f"{kind}:{max(1, count // per_node)}x{min(count, per_node)}")
+        return
+    side = row.largest or count
+    slices, remainder = divmod(count, side**2)
+    if slices > 1:
+        if not remainder:
+            yield parse_pod(f"{kind}:{side}x{side}*{slices}")
         return
     for rows in list_divisors(count):
-        if rows <= count // rows <= max(4 * rows, 2):
-            yield named_pod(f"{kind}:{rows}x{count // rows}")
+        if rows <= count // rows <= min(max(4 * rows, 2), side):
+            yield parse_pod(f"{kind}:{rows}x{count // rows}")
     if kind in THREE_DIMENSIONS:
         yield from _iterate_cubes(kind, count)
 
@@ -127,31 +144,37 @@ def _iterate_cubes(kind: str, count: int) -> Iterator[Pod]:
         for rows in (r for r in list_divisors(count // depth) if r % 4 == 0 and r >= depth):
             cols = count // depth // rows
             if cols % 4 == 0 and depth <= cols and max(rows, cols) <= 4 * depth:
-                yield named_pod(f"{kind}:{rows}x{cols}x{depth}")
+                yield parse_pod(f"{kind}:{rows}x{cols}x{depth}")
 
 
-def _iterate_plans(request: SearchRequest, recipe: Recipe, counts: Counts, memory: Memory) -> Iterator[Plan]:
+def _iterate_plans(
+    request: SearchRequest, recipe: Recipe, counts: Counts, memory: Memory, matrices: Mapping[str, Kind]
+) -> Iterator[Plan]:
     sizes = [request.chips] if request.chips else [2**i for i in range(MAX_CHIPS.bit_length())]
     for count in sizes:
         for pod in iterate_pods(request.kind, count):
             for similar in list_similar_recipes(recipe):
-                yield from _iterate_variants(similar, pod, counts, memory)
+                yield from _iterate_variants(similar, pod, counts, memory, matrices)
 
 
-def _iterate_variants(recipe: Recipe, pod: Pod, counts: Counts, memory: Memory) -> Iterator[Plan]:
-    """Yield the plans of the recipe on the pod: all numbers of micro-batches that fit its memory, all summations.
+def _iterate_variants(
+    recipe: Recipe, pod: Pod, counts: Counts, memory: Memory, matrices: Mapping[str, Kind]
+) -> Iterator[Plan]:
+    """Yield the plans of the recipe on the pod that fit its memory: all summations, all numbers of micro-batches.
 
-    Those that share out the update are among them if the recipe's optimizer can update a part of an array.
+    Those that share out the update, and so need less memory, are among them if the recipe's optimizer can update a part
+    of an array.
     """
-    summations = list(STRATEGIES) if can_shard(recipe) else list_replicated()
-    for micro_batches in MICRO_BATCHES:
-        try:
-            plan = plans.make_plan(recipe, pod, counts, Options(micro_batches=micro_batches), memory)
-        except UserError:  # the batch does not divide into these micro-batches, or no tile fits
-            continue
-        if memory.total(plan.micro_images, plan.input_images) <= plans.USABLE_SHARE * pod.memory_bytes:
-            for summation in summations:
-                yield replace(plan, options=set_summation(plan.options, summation, plan.options.bucket_mib))
+    for name in STRATEGIES if can_shard(recipe) else list_replicated():
+        options = choose_group(set_summation(Options(), name, -1), pod, matrices, recipe.optimizer.newton_schulz)
+        memory = replace(memory, update=count_update_bytes(options, pod, matrices))
+        for micro_batches in MICRO_BATCHES:
+            try:
+                plan = plans.make_plan(recipe, pod, counts, replace(options, micro_batches=micro_batches), memory)
+            except UserError:  # the batch does not divide into these micro-batches, or no tile fits
+                continue
+            if plan.fits_memory:
+                yield plan
 
 
 def format_shape(pod: Pod) -> str:

@@ -2,11 +2,11 @@
 
 When the main process is gone, JAX's runtime aborts all others at once, in one of its own threads and with a page of its
 own text, and Python code gets no chance to run. So the sentence is given to native code in advance, together with the
-exit code of a process that has lost its peers. Other aborts, such as that of a corrupt heap, keep their effect. Without
-the native extension, JAX's text and SIGABRT remain.
+exit code of a process that has lost its peers. Other aborts, such as those of a corrupt heap or of a defect in
+the runtime, keep their effect. Without the native extension, JAX's text and SIGABRT remain.
 """
 
-from podscale.processes.heartbeat import PEER_LOST
+from podscale.processes.exit_codes import PEER_LOST, RESUME_HINT
 
 
 def install(process: int, processes: int) -> bool:
@@ -27,10 +27,10 @@ def install(process: int, processes: int) -> bool:
         lost = "the other processes are" if process == 0 else "process 0, through which all find each other, is"
         _abort.install(
             f"podscale: process {process} ends: {lost} gone or cannot be reached (the lines above say how); "
-            "the same command resumes from the last checkpoint\n",
+            f"{RESUME_HINT}\n",
             f"podscale: process {process} ends: a second process has joined with a number of this run that is taken "
             f"(the lines above say which); start each of the processes 0 to {processes - 1} once, and another run at "
-            "another port; the same command resumes from the last checkpoint\n",
+            f"another port; {RESUME_HINT}\n",
             PEER_LOST,
         )
     return True

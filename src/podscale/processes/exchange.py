@@ -7,10 +7,9 @@ is bounded. A process that dies meanwhile is found by its missing signs of life 
 import time
 
 from podscale.processes.heartbeat import CollectiveFailedError
-from podscale.processes.store import Store, StoreError
+from podscale.processes.key_value_store import SLICE_S, KeyValueStore, StoreError
 
 PREFIX = "podscale/exchange"
-SLICE_S = 5.0  # of a wait, after which it is looked at again
 
 
 class Exchange:
@@ -23,7 +22,7 @@ class Exchange:
         number: of the exchange, the same in all processes.
     """
 
-    def __init__(self, store: Store | None, process: int, processes: int, number: int) -> None:
+    def __init__(self, store: KeyValueStore | None, process: int, processes: int, number: int) -> None:
         self._store, self._key = store, f"{PREFIX}/{number}"
         self.process, self.processes = process, processes
         self._decision = ""
@@ -38,8 +37,14 @@ class Exchange:
         Raises:
             CollectiveFailedError: the store does not answer.
         """
-        deadline = time.monotonic() + timeout_s
-        return [self._get(f"{self._key}/{number}", deadline) for number in range(1, self.processes)]
+        if self._store is None:
+            return []
+        others = range(1, self.processes)
+        try:
+            messages = self._store.await_values(self._key, others, timeout_s)
+        except StoreError as error:
+            raise CollectiveFailedError(str(error)) from error
+        return [messages.get(number) for number in others]
 
     def decide(self, decision: str) -> None:
         """Send the main process's decision to all processes."""

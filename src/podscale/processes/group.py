@@ -14,18 +14,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from podscale.errors import UserError, describe_os_error
-from podscale.processes import heartbeat, host, membership, private_jax, schedulers
+from podscale.errors import JoinError, UserError, describe_os_error, get_first_line
+from podscale.processes import heartbeat, host, private_jax, schedulers
+from podscale.processes.elastic import membership
 from podscale.processes.exchange import Exchange
-from podscale.processes.introduction import Introduction, list_versions, read_secret
+from podscale.processes.handshake import Handshake, list_versions, read_secret
+from podscale.processes.key_value_store import KeyValueStore, StoreError
 from podscale.processes.monitor import Monitor
-from podscale.processes.store import Store, StoreError
 
 MESSAGE_BYTES = 1000
 _rank_and_size = (0, 1)  # this process, and how many have joined; asking JAX would start its devices
-_store: Store | None = None
+_store: KeyValueStore | None = None
 _monitor: Monitor | None = None
-_introduction: Introduction | None = None
+_handshake: Handshake | None = None
 _exchanges = 0  # how many exchanges have been opened: all processes open the same ones in the same order
 
 
@@ -39,10 +40,10 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
         heartbeat_s: seconds without a sign of life after which a process counts as dead, and all end.
 
     Raises:
-        UserError: the arguments make no sense, the others cannot be joined, one of them is a stranger, or they run
-            other versions.
+        JoinError: the others cannot be reached.
+        UserError: the arguments make no sense, one of the others is a stranger, or they run other versions.
     """
-    global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
+    global _rank_and_size, _store, _monitor, _handshake  # noqa: PLW0603
     if membership.join_launcher():
         gc.freeze()  # what is imported stays; generations end with a collection of what came after
         join_generation()
@@ -72,17 +73,18 @@ def join(coordinator: str = "", processes: int = 0, process: int = -1, heartbeat
             heartbeat_timeout_seconds=round(heartbeat.RUNTIME_HEARTBEATS * heartbeat_s),
         )
     except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{info.describe()}, cannot join the others at {info.coordinator}: {_get_first_line(error)}"
+        kind = JoinError if isinstance(error, RuntimeError) else UserError
+        raise kind(
+            f"{info.describe()}, cannot join the others at {info.coordinator}: {get_first_line(error)}"
         ) from None
     _rank_and_size = (info.process, info.processes)
-    _store = Store(get_key_value_store())
+    _store = KeyValueStore(get_key_value_store())
     _monitor = Monitor(_store)
     heartbeat.start(_monitor, _store, info.process, info.processes, heartbeat_s)
     atexit.register(_stop_monitor)  # before JAX's own handler, so that nobody uses a store that is closed
-    _introduction = Introduction(_store, info.process, info.processes)
-    _introduction.show_token(read_secret())
-    _introduction.check_same(list_versions(), "install the same versions on all hosts")
+    _handshake = Handshake(_store, info.process, info.processes)
+    _handshake.show_token(read_secret())
+    _handshake.check_same(list_versions(), "install the same versions on all hosts")
 
 
 def join_generation(snapshot: int = -1) -> None:
@@ -103,28 +105,28 @@ def join_generation(snapshot: int = -1) -> None:
             _enter_generation(member, snapshot)
             return
         except (membership.GenerationEndedError, StoreError) as error:  # a process is lost before all are here
-            member.report_trouble(_get_first_line(error))
+            member.report_trouble(get_first_line(error))
         leave_generation()
 
 
 def _enter_generation(member: membership.Membership, snapshot: int) -> None:
-    global _rank_and_size, _store, _monitor, _introduction  # noqa: PLW0603
+    global _rank_and_size, _store, _monitor, _handshake  # noqa: PLW0603
     place = member.await_assignment(snapshot)
     private_jax.connect(place.address, place.rank, place.size)
     _rank_and_size = place.rank, place.size
     if place.size == 1:
         return
-    _store = Store(get_key_value_store(), member.check)
+    _store = KeyValueStore(get_key_value_store(), member.check)
     _monitor = Monitor(_store)
-    _introduction = Introduction(_store, *_rank_and_size)
-    _introduction.check_same(list_versions(), "install the same versions on all hosts")
+    _handshake = Handshake(_store, *_rank_and_size)
+    _handshake.check_same(list_versions(), "install the same versions on all hosts")
 
 
 def leave_generation() -> None:
     """Leave a generation of an elastic run: its devices and everything on them are gone afterwards."""
-    global _rank_and_size, _store, _introduction, _exchanges
+    global _rank_and_size, _store, _handshake, _exchanges
     _stop_monitor()
-    _rank_and_size, _store, _introduction, _exchanges = (0, 1), None, None, 0
+    _rank_and_size, _store, _handshake, _exchanges = (0, 1), None, None, 0
     private_jax.disconnect()
     host.trim_memory()  # else it grows from generation to generation
 
@@ -176,10 +178,6 @@ def _check_port_free(address: str) -> None:
                 ) from None
 
 
-def _get_first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def get_rank_and_size() -> tuple[int, int]:
     """Return this process's number, and how many processes have joined."""
     return _rank_and_size
@@ -213,8 +211,8 @@ def check_same(values: dict[str, str], advice: str) -> None:
     Raises:
         UserError: in all processes; the message names the first process whose value differs.
     """
-    if _introduction:
-        _introduction.check_same(values, advice)
+    if _handshake:
+        _handshake.check_same(values, advice)
 
 
 def all_agree(agrees: bool) -> bool:

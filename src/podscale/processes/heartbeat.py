@@ -19,13 +19,20 @@ from typing import NamedTuple
 
 import jax
 
-from podscale.errors import UserError
-from podscale.processes.membership import GenerationEndedError, get_membership
+from podscale.errors import UserError, get_first_line
+from podscale.processes.elastic.membership import GenerationEndedError, get_membership
+from podscale.processes.exit_codes import (
+    FAILED,
+    INTERRUPTED,
+    PEER_LOST,
+    RESUMABLE_CODES,
+    RESUME_HINT,
+    USER_ERROR,
+)
+from podscale.processes.key_value_store import KeyValueStore, StoreError
 from podscale.processes.monitor import Monitor
-from podscale.processes.store import Store, StoreError
+from podscale.processes.process_end import LIMIT_S, end_within, flush_or_discard
 
-PEER_LOST = 69  # what sysexits.h calls unavailable: another process is gone; the run resumes from its last checkpoint
-INTERRUPTED = 130
 ALIVE, TROUBLE, END = "podscale/alive", "podscale/trouble", "podscale/end"  # keys of the store
 BEAT_S = 1.0  # between two signs of life, or a tenth of the heartbeat
 LOST_SHARE = 0.7  # of the heartbeat: then we report which process is gone
@@ -40,6 +47,10 @@ BARRIER_TIMEOUT_S = 3600.0  # for which a process waits for the others to reach 
 MAX_REASON_CHARS = 300  # of an error's text that the other processes get
 LEFT = "left"
 STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED|INTERNAL|FAILED_PRECONDITION): ")
+PASSING = re.compile(  # failures of the network, after which the same may succeed; the rest may be a defect
+    r"^(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |Gloo [\w-]+ failed|[Cc]onnection (reset|closed|timed out)"
+    r"|network error"
+)
 
 
 class CollectiveFailedError(Exception):
@@ -63,7 +74,7 @@ class Heartbeat:
         heartbeat_s: seconds without a sign of life after which a process counts as dead.
     """
 
-    def __init__(self, store: Store, process: int, processes: int, heartbeat_s: float) -> None:
+    def __init__(self, store: KeyValueStore, process: int, processes: int, heartbeat_s: float) -> None:
         self._store, self._process, self._heartbeat_s = store, process, heartbeat_s
         self._barriers = 0
         self.beat_s = min(BEAT_S, heartbeat_s / 10)
@@ -115,7 +126,7 @@ class Heartbeat:
             time.sleep(LINGER_BEATS * self.beat_s)
 
     def leave(self) -> None:
-        """Tell the main process to expect no more signs of life from here; no monitor may poll this any more."""
+        """Announce that no more signs of life follow; the monitor must have stopped polling."""
         with suppress(StoreError):
             self._store.set(f"{ALIVE}/{self._process}", LEFT)
 
@@ -139,7 +150,7 @@ class Heartbeat:
             self._exit(GroupExit(PEER_LOST, reason))
         return True
 
-    def exchange(self, store: Store) -> None:
+    def exchange(self, store: KeyValueStore) -> None:
         """Publish a sign of life and read whether all must end; the main process checks the others' signs."""
         store.set(f"{ALIVE}/{self._process}", f"{self._beats} {socket.gethostname()}")
         self._beats += 1
@@ -157,6 +168,8 @@ class Heartbeat:
     def _check_peers(self) -> None:
         now = time.monotonic()
         for number, sign in self._store.list_by_process(ALIVE).items():
+            if number not in self._last_signs:
+                continue  # a stranger's
             if sign == LEFT or sign != self._last_signs[number][0]:
                 self._last_signs[number] = (sign, now)
         limit, trouble = LOST_SHARE * self._heartbeat_s, ""
@@ -169,6 +182,7 @@ class Heartbeat:
             self.request_exit(PEER_LOST, f"{names} {verb} gone: no sign of life for {limit:.0f} s{trouble}")
 
     def _exit(self, group_exit: GroupExit) -> None:
+        end_within(group_exit.code, LIMIT_S + LINGER_BEATS * self.beat_s)
         self.linger()
         print_exit(group_exit)
         os._exit(group_exit.code)
@@ -176,15 +190,15 @@ class Heartbeat:
 
 def print_exit(group_exit: GroupExit) -> None:
     """Print the sentence that all processes end with."""
-    hint = "" if group_exit.code in (2, INTERRUPTED) else "; the same command resumes from the last checkpoint"
-    sys.stdout.flush()
+    hint = f"; {RESUME_HINT}" if group_exit.code in RESUMABLE_CODES else ""
+    flush_or_discard(sys.stdout)
     print(f"podscale: {group_exit.reason}{hint}", file=sys.stderr, flush=True)
 
 
 _heartbeat: Heartbeat | None = None  # of the group that this process has joined
 
 
-def start(monitor: Monitor, store: Store, process: int, processes: int, heartbeat_s: float) -> None:
+def start(monitor: Monitor, store: KeyValueStore, process: int, processes: int, heartbeat_s: float) -> None:
     """Start the heartbeat of a process that has just joined the others.
 
     Args:
@@ -219,6 +233,16 @@ def wait_for_peers() -> None:
         member.wait_for_peers()
 
 
+def check_generation() -> None:
+    """Refuse to wait on in a generation of an elastic run that is broken; elsewhere, a lost peer ends this process.
+
+    Raises:
+        GenerationEndedError: it is.
+    """
+    if member := get_membership():
+        member.check()
+
+
 @contextmanager
 def fail_together(*shared: type[BaseException]) -> Iterator[None]:
     """End all processes if this one fails inside the block, even where it cannot get out of it.
@@ -238,7 +262,7 @@ def fail_together(*shared: type[BaseException]) -> Iterator[None]:
 
 def _report_failure(heartbeat: Heartbeat, error: BaseException) -> None:
     if is_collective_failure(error):
-        heartbeat.report_trouble(_get_first_line(error))
+        heartbeat.report_trouble(get_first_line(error, MAX_REASON_CHARS))
     elif isinstance(error, KeyboardInterrupt):
         heartbeat.request_exit(INTERRUPTED, f"interrupted{f'; {error}' if str(error) else ''}")
     else:
@@ -258,23 +282,27 @@ def is_collective_failure(error: BaseException) -> bool:
 
 def _make_exit(error: BaseException) -> GroupExit:
     if isinstance(error, UserError):
-        return GroupExit(2, str(error))
-    return GroupExit(1, f"process {jax.process_index()} failed: {type(error).__name__}: {_get_first_line(error)}")
-
-
-def _get_first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:MAX_REASON_CHARS]
+        return GroupExit(USER_ERROR, str(error))
+    if is_collective_failure(error) and (isinstance(error, CollectiveFailedError) or PASSING.search(str(error))):
+        reason = get_first_line(error, MAX_REASON_CHARS)
+        return GroupExit(PEER_LOST, f"process {jax.process_index()} could not reach the others: {reason}")
+    return GroupExit(
+        FAILED,
+        f"process {jax.process_index()} failed: {type(error).__name__}: {get_first_line(error, MAX_REASON_CHARS)}",
+    )
 
 
 def agree_on_exit(error: BaseException) -> GroupExit | None:
     """Return how all processes end after an error that is not the user's; None: by this error itself, or alone."""
     if not _heartbeat:
         return None
-    group_exit = _heartbeat.await_exit(_get_first_line(error)) if is_collective_failure(error) else None
+    group_exit = (
+        _heartbeat.await_exit(get_first_line(error, MAX_REASON_CHARS)) if is_collective_failure(error) else None
+    )
     if group_exit is None:
         from_error = _make_exit(error)
         group_exit = _heartbeat.request_exit(*from_error)
-        group_exit = None if group_exit == from_error else group_exit
+        group_exit = None if group_exit == from_error and group_exit.code == FAILED else group_exit
     return group_exit
 
 

@@ -1,10 +1,11 @@
-"""Describe the host that this process runs on: processor, usable cores, usable memory."""
+"""Describe the host that this process runs on: processor, usable cores and memory, installed packages."""
 
 import ctypes
 import os
 import platform
 import resource
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 from podscale.errors import UserError
@@ -12,14 +13,34 @@ from podscale.errors import UserError
 MIN_DESCRIPTORS = 256  # files that a training has open at once, with some to spare
 
 
+def find_version(package: str) -> str:
+    """Return the version of an installed package; empty if there is none, as of a checkout that is only on the path."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def read_processor_name() -> str:
     """Return the processor's name, as far as the system knows it."""
+    return _read_processor().get("model name") or platform.processor() or platform.machine()
+
+
+def describe_cpu() -> str:
+    """Return what a program that is compiled for this machine's processor depends on: its features, and the cores."""
+    facts = _read_processor()
+    features = facts.get("flags") or facts.get("Features", "")
+    return f"{platform.machine()} {read_processor_name()} {count_usable_cores()} {features}"
+
+
+def _read_processor() -> dict[str, str]:
+    """Return what Linux says about the first core; nothing elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+        return {}
+    lines = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def count_usable_cores() -> int:
@@ -36,7 +57,7 @@ def measure_usable_memory() -> int:
 
 
 def require_descriptors(least: int = MIN_DESCRIPTORS) -> None:
-    """Make sure that this process can open enough files: Python and JAX fail in many ways without.
+    """Raise this process's limit on open files to what it needs: Python and JAX fail in many ways without.
 
     Args:
         least: how many it needs.

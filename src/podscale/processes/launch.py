@@ -16,17 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from podscale.errors import UserError
-from podscale.processes import introduction, schedulers
+from podscale.processes import handshake, schedulers
+from podscale.processes.exit_codes import FINAL_CODES, INTERRUPTED, PEER_LOST, PREEMPTED, RESUME_HINT, USER_ERROR
 from podscale.storage.paths import require_local
 
-USER_ERROR, DIVERGED, PEER_LOST, PREEMPTED, INTERRUPTED = 2, 65, 69, 75, 130
-FINAL_CODES = (0, USER_ERROR, DIVERGED, INTERRUPTED)  # after these, the same command would end in the same way
 GRACE_S = 6.0  # in which the others may report what they know, once one has failed
 KILLED_GRACE_S = 1.0  # the same, if it was killed: they know no more than the launcher
 SUCCESS_GRACE_S = 60.0  # in which the others end, once one has succeeded: they leave together
@@ -88,7 +87,7 @@ def launch_processes(command: list[str], processes: int, restarts: int = 0, logs
             if signals.received and ending.code in (PREEMPTED, INTERRUPTED):
                 return signals.code  # the main process has said so
             if signals.explain(ending):
-                advice = "; the same command resumes from the last checkpoint, if there is one"
+                advice = f"; {RESUME_HINT}"
                 report(f"stopped as requested{advice if command[0] == 'train' else ''}")
                 return signals.code
             again = left > 0 and ending.code not in FINAL_CODES and not signals.received
@@ -145,8 +144,8 @@ class ProcessGroup:
         self, command: list[str], processes: int, gpus: list[str | None], folder: Path, signals: StopSignals
     ) -> None:
         self._folder, self._signals, self._saves = folder, signals, command[0] == "train"
-        self._environment = os.environ | {introduction.SECRET: secrets.token_hex(32)}
-        join = ["--coordinator", f"{schedulers.LOOPBACK}:{_find_free_port()}", "--processes", str(processes)]
+        self._environment = os.environ | {handshake.SECRET: secrets.token_hex(32)}
+        join = ["--coordinator", f"{schedulers.LOOPBACK}:{find_free_port()}", "--processes", str(processes)]
         self._members: list[subprocess.Popen[bytes]] = []
         for number in range(processes):
             member = [sys.executable, "-P", "-m", "podscale", *command, *join, "--process", str(number)]
@@ -159,7 +158,7 @@ class ProcessGroup:
         environment = self._environment | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
         outputs: dict[str, Any] = {}
         if number:
-            file: IO[bytes] = self._get_log_path(number).open("wb")
+            file: IO[bytes] = self._get_log_path(number).open("ab")
             outputs = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         # A session of its own: Ctrl-C reaches it once, through the launcher, which has no threads that `preexec_fn`
         # could harm.
@@ -248,10 +247,15 @@ def assign_gpus(command: list[str], processes: int) -> list[str | None]:
     return [None if share is None else ",".join(names[gpu] for gpu in share) for share in shares]
 
 
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((schedulers.LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+def find_free_port() -> int:
+    """Return a port of this machine that nobody listens on, and that the system gives to no connection meanwhile."""
+    start = secrets.randbelow(schedulers.PORTS)
+    for number in range(schedulers.PORTS):
+        port = schedulers.FIRST_PORT + (start + number) % schedulers.PORTS
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((schedulers.LOOPBACK, port))
+            return port
+    raise UserError(f"no port from {schedulers.FIRST_PORT} up is free on this machine")
 
 
 def _is_ignored_hangup(number: int) -> bool:

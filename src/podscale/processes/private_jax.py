@@ -5,10 +5,12 @@ import importlib
 import operator
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+
+from podscale.processes import host
 
 GLOO = "make_gloo_tcp_collectives"
 
@@ -21,6 +23,17 @@ def get_client() -> Any:
     return state.client if state.client is not None and (state.num_processes or 1) > 1 else None
 
 
+def _find_missing(needed: Mapping[str, Sequence[str]]) -> str:
+    """Return the first of these names in these modules that is not there; "" if all are."""
+    for module, names in needed.items():
+        for name in names:
+            try:
+                operator.attrgetter(name)(importlib.import_module(module))
+            except (ImportError, AttributeError):
+                return f"{module}.{name}"
+    return ""
+
+
 def listen_on(hostname: str) -> None:
     """Make collectives between CPUs listen on this address, not on the one that the machine's name resolves to."""
     from jax._src.lib import _jax
@@ -31,15 +44,19 @@ def listen_on(hostname: str) -> None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=hostname)
 
 
-def replace_program_cache(make_cache: Callable[[str], Any]) -> None:
-    """Make JAX keep compiled programs in caches of our own, and let every process write to them.
+def replace_program_cache(make_cache: Callable[[str], Any]) -> str:
+    """Make JAX keep compiled programs in caches of our own, which every process reads and writes.
 
-    JAX lets process 0 alone write. But a program that one process has compiled for CPUs is of no use to another one,
-    whose devices have other numbers.
+    Returns the name of a part that this version of JAX lacks, with which nothing is replaced; "" if it has all.
+
+    JAX lets process 0 alone write, and keys a program for CPUs by the process too, which the program is independent of.
 
     Args:
         make_cache: takes a folder and returns an object with `get(key)` and `put(key, value)`.
     """
+    needed = {"jax._src.compilation_cache": ["get_file_cache"], "jax._src.compiler": ["distributed.global_state"]}
+    if missing := _find_missing(needed):
+        return missing
     from jax._src import compilation_cache, compiler
 
     def make(path: str) -> tuple[Any, str]:
@@ -49,6 +66,30 @@ def replace_program_cache(make_cache: Callable[[str], Any]) -> None:
     compiler.distributed = SimpleNamespace(  # type: ignore[assignment]
         global_state=SimpleNamespace(process_id=0, client=None)
     )
+    _key_cpu_programs_by_machine()
+    return ""
+
+
+def _key_cpu_programs_by_machine() -> None:
+    """Make the cache's key of a program for CPUs the same in all processes of a pod: by the machine, not the process.
+
+    The key has JAX's fingerprint of the pod as a process sees it, which is another one in each of them.
+    """
+    from jax._src import cache_key
+
+    fingerprint = getattr(cache_key, "_hash_accelerator_config", None)
+    if fingerprint is None:  # in another version of JAX; then each process has programs of its own
+        return
+    fingerprint = getattr(fingerprint, "keywords", {}).get("fingerprint", fingerprint)  # of an earlier call
+    options = {"fingerprint": fingerprint, "machine": host.describe_cpu().encode()}
+    cache_key._hash_accelerator_config = functools.partial(_hash_devices, **options)
+
+
+def _hash_devices(digest: Any, devices: Any, *, fingerprint: Callable[[Any, Any], None], machine: bytes) -> None:
+    if all(device.platform == "cpu" for device in devices.flat):
+        digest.update(machine)
+    else:
+        fingerprint(digest, devices)
 
 
 # --- elastic runs: processes leave a group and join the next one without a restart ---------------------------------
@@ -67,17 +108,17 @@ def find_missing_part() -> str:
     >>> find_missing_part()
     ''
     """
+    client = ("connect", "key_value_dir_get_bytes", "key_value_set_bytes")
     needed = {
-        "jaxlib._jax": ("get_distributed_runtime_service", "get_distributed_runtime_client", GLOO),
+        "jaxlib._jax": (
+            *("get_distributed_runtime_service", "get_distributed_runtime_client", GLOO),
+            *(f"DistributedRuntimeClient.{name}" for name in client),
+        ),
         "jax._src.distributed": ("global_state.client", "global_state.process_id", "global_state.num_processes"),
         "jax.extend.backend": ("clear_backends",),
     }
-    for module, names in needed.items():
-        for name in names:
-            try:
-                operator.attrgetter(name)(importlib.import_module(module))
-            except (ImportError, AttributeError):
-                return f"{module}.{name}"
+    if missing := _find_missing(needed):
+        return missing
     from jax._src.lib import _jax
 
     for function, option in (("service", "recoverable"), ("client", "shutdown_on_destruction")):
@@ -88,7 +129,7 @@ def find_missing_part() -> str:
 
 
 def start_service(address: str, processes: int) -> Any:
-    """Return a coordination service that goes on when clients are lost. Without it, all its clients abort."""
+    """Return a coordination service that survives the loss of clients. When it ends, all its clients abort."""
     from jax._src.lib import _jax
 
     return _jax.get_distributed_runtime_service(

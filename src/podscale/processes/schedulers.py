@@ -117,8 +117,8 @@ def select_gpus(
 def _are_bound(info: ProcessInfo, visible: int, environment: Mapping[str, str], machine: Path) -> bool:
     """Return whether the GPUs that this process sees are its own: the others on this host see other ones.
 
-    Slurm tells how many GPUs its step has on this node. Without it, a process that sees fewer GPUs than there are
-    processes has its own if the machine has enough of them for all.
+    Slurm sets a variable to the number of GPUs of its step on this node. Without it, a process that sees fewer GPUs
+    than there are processes has its own if the machine has enough of them for all.
     """
     if info.local_processes == 1 or not visible:
         return False

@@ -4,7 +4,8 @@ All processes of a run take as long as the slowest one: the others wait for it i
 show the same. So each process measures what only its own slowness can change: how long it waits for its images, how
 long it was kept from running at all, and how long its device takes for a fixed amount of work that needs no other
 process. The main process compares. The numbers go through the store in the monitor's threads, so that training does not
-wait for them.
+wait for them. Windows of calls have numbers, and only windows of the same number are compared, each of them once: where
+calls take milliseconds, several end before the first of them has arrived.
 
 A machine that is busy with other work delays its processes by chance, now this one and now that one. So only a process
 that is slow in several windows one after another, which share no call, is named; and a device is timed by the work that
@@ -25,12 +26,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from podscale.processes.host import measure_run_delay
+from podscale.processes.key_value_store import KeyValueStore
 from podscale.processes.monitor import TICK_S
-from podscale.processes.store import Store
 
 PACE = "podscale/pace"  # key of the store
 WINDOW = 4  # calls that a process's pace is the mean of; each call belongs to one window
 CONFIRMATIONS = 3  # consecutive windows that must agree
+PUBLISHED = 16  # windows, the last ones: as many may end before the main process compares them
 SLOW_SHARE = 0.3  # of a call's time: a process that waits, or is stalled, for this much longer than others is slow
 SLOW_DEVICE_RATIO = 1.8  # a device that takes this many times as long as the others is slow
 DELAYED_SHARE = 0.05  # of the time that the device takes: a probe whose threads waited longer for a core is discarded
@@ -52,6 +54,9 @@ class Pace(NamedTuple):
     probe_s: float | None = None  # None: not timed
 
 
+Windows = Sequence[tuple[int, Pace]]  # the last windows of one process, each with its number
+
+
 class Straggler(NamedTuple):
     """A process that slows the others down; the fields are written to metrics.jsonl."""
 
@@ -65,15 +70,15 @@ class Straggler(NamedTuple):
         """Return it as a sentence.
 
         >>> Straggler(2, "n3", "input", 0.31, 0.02).describe()
-        'process 2 on n3 holds the others up: it waits 0.310 s per call for its images, the others 0.020 s'
+        'process 2 on n3 is a straggler: it waits 0.310 s per call for its images, the others 0.020 s'
         """
         details = {
             "input": "it waits {own:.3f} s per call for its images, the others {others:.3f} s",
-            "host": "it is kept from running for {own:.3f} s per call (stopped, swapped or overloaded), "
+            "host": "it could not run for {own:.3f} s per call (stopped, swapped or overloaded), "
             "the others for {others:.3f} s",
             "step": "its device takes {own:.4f} s for what the others' do in {others:.4f} s",
         }[self.part].format(own=self.own_s, others=self.others_s)
-        return f"process {self.process} on {self.host} holds the others up: {details}"
+        return f"process {self.process} on {self.host} is a straggler: {details}"
 
 
 def find_stragglers(paces: Sequence[Pace]) -> list[Straggler]:
@@ -109,8 +114,8 @@ class StragglerCheck:
         self._is_active = jax.process_count() > 1
         self._calls = self._measured_calls = 0
         self._window: list[tuple[float, float, float, float | None]] = []
-        self._pace: Pace | None = None  # of the last whole window
-        self._is_due = False  # whether that window is to be compared
+        self._paces: Windows = ()
+        self._ended = self._exchanged = -1  # the last window that has ended, and that needs no further exchange
         self._call_times: deque[float] = deque(maxlen=64)
         self._last: tuple[float, float, float] | None = None
         self._polled_at: float | None = None
@@ -142,8 +147,7 @@ class StragglerCheck:
                 probe_s = self._time_device()
             self._call_times.append(call_s)
             self._measured_calls += 1
-            if self.add_call(call_s, input_s, stalled_s, probe_s):
-                self._is_due = True
+            self.add_call(call_s, input_s, stalled_s, probe_s)
         self._last = (time.perf_counter(), input_wait_s, self._stalled_s)
 
     def add_call(self, call_s: float, input_s: float, stalled_s: float, probe_s: float | None) -> Pace | None:
@@ -154,9 +158,11 @@ class StragglerCheck:
         call_s, input_s, stalled_s = (statistics.fmean(column) for column in list(zip(*self._window, strict=True))[:3])
         probes = [probe_s for *_, probe_s in self._window if probe_s is not None]
         fastest_s = min(probes) if len(probes) >= WINDOW // 2 else None
-        self._pace = Pace(jax.process_index(), socket.gethostname(), call_s, input_s, stalled_s, fastest_s)
+        pace = Pace(jax.process_index(), socket.gethostname(), call_s, input_s, stalled_s, fastest_s)
         self._window = []
-        return self._pace
+        self._paces = (*self._paces, (self._ended + 1, pace))[-PUBLISHED:]
+        self._ended += 1
+        return pace
 
     def pop_new(self) -> list[Straggler]:
         """Return the stragglers that were found since the last call; only in the main process."""
@@ -176,15 +182,26 @@ class StragglerCheck:
         if self._polled_at is not None:
             self._stalled_s += max(now - self._polled_at - TICK_S, 0.0)
         self._polled_at = now
-        is_due, self._is_due = self._is_due, False
-        return is_due
+        return self._ended > self._exchanged
 
-    def exchange(self, store: Store) -> None:
-        """Publish the pace of the last window; the main process compares those of all."""
-        number = jax.process_index()
-        store.set(f"{PACE}/{number}", json.dumps(self._pace))
-        if number == 0:
-            self._note(find_stragglers([Pace(*json.loads(text)) for text in store.list_by_process(PACE).values()]))
+    def exchange(self, store: KeyValueStore) -> None:
+        """Publish the paces of the last windows; the main process compares those of all."""
+        number, ended = jax.process_index(), self._ended
+        store.set(f"{PACE}/{number}", json.dumps(self._paces))
+        if number:
+            self._exchanged = ended
+            return
+        published = store.list_by_process(PACE)
+        if all(process in published for process in range(jax.process_count())):
+            self.compare([json.loads(published[process]) for process in range(jax.process_count())])
+
+    def compare(self, published: Sequence[Windows]) -> None:
+        """Compare the windows that all processes have published and that were not compared before."""
+        by_number = [dict(windows) for windows in published]
+        for number in sorted(set.intersection(*map(set, by_number))):
+            if number > self._exchanged:
+                self._note(find_stragglers([Pace(*windows[number]) for windows in by_number]))
+                self._exchanged = number
 
     def _note(self, stragglers: list[Straggler]) -> None:
         """Keep stragglers that several comparisons agree on: one may be chance. Each is reported once until it ends."""

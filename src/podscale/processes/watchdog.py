@@ -17,9 +17,10 @@ from pathlib import Path
 
 import jax
 
-from podscale.processes.store import Store
+from podscale.processes.exit_codes import STUCK
+from podscale.processes.key_value_store import KeyValueStore
+from podscale.processes.process_end import LIMIT_S, end_within
 
-STUCK = 70  # what sysexits.h calls an internal error; the run resumes from its last checkpoint
 CHECKS_PER_TIMEOUT = 8  # of the loop in each timeout
 BEAT, STUCK_KEY = "podscale/beat", "podscale/stuck"  # keys of the store
 MAX_INTERVAL_S = 2.0  # between two checks, so that all processes soon know that one of them is stuck
@@ -63,7 +64,7 @@ class Watchdog:
         self._next_check = now + min(self._timeout_s / CHECKS_PER_TIMEOUT, MAX_INTERVAL_S)
         return True
 
-    def exchange(self, store: Store) -> None:
+    def exchange(self, store: KeyValueStore) -> None:
         """Publish how far the loop has come, and read whether another process is stuck."""
         step, part, since = self._progress
         still_s, is_stuck = time.monotonic() - since, self._ends_at is not None
@@ -78,6 +79,8 @@ class Watchdog:
 
     def _exit(self, step: int, part: str, still_s: float) -> None:
         number = jax.process_index()
+        linger_s = LINGER_S if number == 0 and jax.process_count() > 1 else 0.0
+        end_within(STUCK, LIMIT_S + linger_s)  # the disk that the stacks are written to may be what all wait for
         text = f"stuck for {still_s:.0f} s after step {step:,} ({part})"
         if jax.process_count() > 1:
             culprit = self._beats.find_furthest_behind(jax.process_count())
@@ -90,8 +93,7 @@ class Watchdog:
         except OSError:
             pass  # a disk that is gone may be the cause
         print(f"podscale: process {number} is {text}; stacks in {path}", file=sys.stderr, flush=True)
-        if number == 0 and jax.process_count() > 1:
-            time.sleep(LINGER_S)
+        time.sleep(linger_s)
         os._exit(STUCK)
 
 

@@ -22,11 +22,13 @@ from podscale.recipe.image_sizes import (
     list_size_shares,
 )
 from podscale.recipe.recipe import NEW_FIELDS, SECTIONS, Recipe, override_recipe
+from podscale.recipe.scalars import SEED, is_off, read_scalars, replace_scalars
 from podscale.recipe.sections import Augment, Batch, Data, Model, Optimizer, Schedule, Train
 
 __all__ = [
     "NEW_FIELDS",
     "SECTIONS",
+    "SEED",
     "Augment",
     "Batch",
     "Data",
@@ -40,6 +42,7 @@ __all__ = [
     "describe_sizes",
     "find_largest_size",
     "find_train_size",
+    "is_off",
     "list_presets",
     "list_size_ranges",
     "list_size_shares",
@@ -49,4 +52,6 @@ __all__ = [
     "parse_recipe",
     "parse_title",
     "read_recipe_file",
+    "read_scalars",
+    "replace_scalars",
 ]

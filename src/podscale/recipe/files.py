@@ -1,5 +1,7 @@
 """Recipe files: presets, the user's own TOML files, and the comments that open them."""
 
+import os
+import shlex
 from importlib import resources
 from pathlib import Path
 
@@ -47,6 +49,9 @@ def _read_text(name: str) -> tuple[str, str]:
     if name.endswith(".toml"):
         return read_recipe_file(Path(name).expanduser()), Path(name).stem
     if name not in list_presets():
+        if os.path.isdir(name):
+            command = f"podscale train imagefolder --data.path {shlex.quote(name)}"
+            raise UserError(f"{name} is a folder, not a recipe; train on its images with `{command}`")
         raise UserError(f"there is no recipe {name!r}: {suggest_names(name, list_presets())}")
     return resources.files("podscale.recipes").joinpath(f"{name}.toml").read_text(), name
 
@@ -81,9 +86,7 @@ def parse_recipe(text: str, name: str = "unnamed") -> Recipe:
     changes: JsonObject = {}
     for section, fields in tables.items():
         if not isinstance(fields, dict):
-            raise UserError(
-                f"recipe {name}: {section!r} stands outside any section; the sections are {', '.join(SECTIONS)}"
-            )
+            raise UserError(f"recipe {name}: {section!r} is not in any section; the sections are {', '.join(SECTIONS)}")
         require_section(section)
         changes |= {f"{section}.{key}": value for key, value in fields.items()}
     return override_recipe(Recipe(name=name, doc=parse_opening_comment(text)), changes)

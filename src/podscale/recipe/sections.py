@@ -21,13 +21,13 @@ class Data:
     size_epochs: tuple[float, ...] = _field((), "epochs at which training moves to the next of train_sizes")
     shrink: int = _field(0, "shrink images to at most this many pixels on the longer side first; 0: off")
     lanes: int = _field(1, "independent shuffles that the data set is split into; a host reads only its own lanes")
-    classes: int = _field(0, "number of classes; 0: as found")
-    balance: bool = _field(False, "sample every class equally often, whatever its number of images")
+    classes: int = _field(0, "number of classes; 0: determined from the data")
+    balance: bool = _field(False, "sample every class equally often, regardless of its number of images")
     hold_out: float = _field(
         0.0, "fraction of the training images to validate on instead of the validation set; they are not trained on"
     )
-    train_samples: int = _field(0, "number of training images; 0: as found")
-    val_samples: int = _field(0, "number of validation images; 0: as found")
+    train_samples: int = _field(0, "number of training images; 0: determined from the data")
+    val_samples: int = _field(0, "number of validation images; 0: determined from the data")
     eval_fraction: float = _field(1.0, "fraction of the shorter side that evaluation's centre crop keeps")
     eval_views: int = _field(
         1, "views that evaluation averages: 1; 2: also flipped; 6: both also shifted by one pixel along the diagonal"
@@ -132,23 +132,23 @@ class Schedule:
     """The learning rate over the run: linear warm-up to `peak`, then decay to `end`."""
 
     peak: float = _field(1.0, "learning rate at the end of warm-up, before scaling by the batch")
-    bias_peak: float = _field(0.0, "the same for parameters in optimizer.skip; 0: as for all")
-    head_peak: float = _field(0.0, "the same for the last layer, except its bias; 0: as for all")
+    bias_peak: float = _field(0.0, "peak of the parameters in optimizer.skip; 0: same as peak")
+    head_peak: float = _field(0.0, "peak of the last layer, except its bias; 0: same as peak")
     stem_epochs: float = _field(
         0.0, "epochs in which the first layer runs through the whole schedule; then it stays fixed; 0: all epochs"
     )
     layer_decay: float = _field(
         1.0, "layer-wise learning-rate decay: a layer's rate as a fraction of the next layer's; 1: off"
     )
-    scale_batch: int = _field(0, "linear scaling rule: peak is for this batch size; 0: peak is used as it is")
+    scale_batch: int = _field(0, "batch size that peak refers to (linear scaling rule); 0: no scaling")
     warmup_epochs: float = _field(0.0, "epochs of linear warm-up from 0")
     decay: Literal["polynomial", "cosine", "step", "exponential", "constant"] = _field(
         "polynomial", "shape after warm-up"
     )
-    power: float = _field(2.0, "of polynomial decay")
+    power: float = _field(2.0, "exponent of polynomial decay")
     end: float = _field(1e-4, "learning rate at the end (polynomial, cosine)")
     milestones: tuple[float, ...] = _field((), "epochs at which step decay multiplies by `factor`")
-    factor: float = _field(0.1, "of step and exponential decay")
+    factor: float = _field(0.1, "factor of step and exponential decay")
     decay_epochs: float = _field(2.4, "exponential decay multiplies by `factor` every so many epochs")
 
 
@@ -170,8 +170,12 @@ class Augment:
     cutmix: float = _field(0.0, "alpha of CutMix between positions 2k and 2k+1; 0: none")
     cutmix_chance: float = _field(0.5, "probability of CutMix instead of mixup, if both are on")
     erase: float = _field(0.0, "probability that a random rectangle is erased")
-    brightness: float = _field(0.0, "largest shift of all normalized pixels of an image; 0: none")
-    contrast: float = _field(0.0, "largest deviation from 1 of the factor that multiplies them; 0: none")
+    brightness: float = _field(
+        0.0, "brightness jitter: an image's normalized pixels are shifted by up to this much; 0: none"
+    )
+    contrast: float = _field(
+        0.0, "contrast jitter: an image's normalized pixels are scaled by a factor of up to 1 ± this; 0: none"
+    )
     label_smoothing: float = _field(0.0, "label smoothing: fraction of the target spread over all classes")
 
 

@@ -167,7 +167,7 @@ function chart(holder, name, list, options) {
         const i = findNearest(s.epochs, epoch), raw = s.values[i], height = isKnown(raw) ? y(s.shown[i]) : null;
         if (i < 0) continue;
         const position = s.steps.length === longest.steps.length ? "" : ` at step ${Math.round(s.steps[i])}`;
-        lines.push(`${s.name} ${isKnown(raw) ? format(raw) : "not a number"}${position}`);
+        lines.push(`${s.name} ${isKnown(raw) ? format(raw) : "non-finite"}${position}`);
         if (height !== null) svg("circle", { class: s.kind, cx: x(s.epochs[i]), cy: height, r: 4 }, layer);
       }
       if (options.stacked) lines.push(`together ${format(series.at(-1).shown[cursor])}`);

@@ -32,7 +32,7 @@ def show_survey(survey: JsonObject, console: Console) -> None:
         rows.append(("split", "no folders train and val: every fifth image of each class is used for validation"))
     rows += [("warning", text) for text in survey["warnings"]]
     rows += _list_unreadable(survey)
-    how = "stored earlier, up to date" if survey["kept"] else "scanned"
+    how = "cached, up to date" if survey["kept"] else "scanned"
     rows.append(("index", f"{how}, {survey['seconds']:.2f} s"))
     if any(facts["extensions"] for facts in survey["splits"].values()):
         rows.append(("train it", f"podscale train imagefolder {_format_data_options(survey)}"))
@@ -80,8 +80,8 @@ def show_check(check: JsonObject, console: Console) -> None:
     for split, balance in check["classes"].items():
         if balance["uneven"]:
             (few, fewest), (many, most) = balance["fewest"], balance["most"]
-            text = f"{split}: {most:,} images of {many}, but {fewest:,} of {few}"
-            console.print(f"uneven classes in {text}", highlight=False, markup=False)
+            text = f"{split}: {most:,} images of {many}, {fewest:,} of {few}"
+            console.print(f"imbalanced classes in {text}", highlight=False, markup=False)
     total, images = sum(check["images"].values()), check["images"].items()
     rows = [
         ("checked", ", ".join(f"{count:,} {split}" for split, count in images)),

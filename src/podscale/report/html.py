@@ -85,7 +85,7 @@ def round_number(value: Json) -> float | None:
 
 def format_cell(value: float | None, form: str = ".4g") -> str:
     """Format a number for a table."""
-    return "not a number" if value is None else format(value, form)
+    return "non-finite" if value is None else format(value, form)
 
 
 # Each of these parts of the work has the same colour in every chart; the colours of others follow from their names.

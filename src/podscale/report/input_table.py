@@ -13,7 +13,7 @@ CROPS = MappingProxyType({"train": "training crops", "eval": "evaluation crops"}
 WHERE = MappingProxyType({"none": "from files", "encoded": "from files in memory", "decoded": "from pixels in memory"})
 GPU_IMAGES_PER_S = 7000.0  # about what ResNet-50 at 224 pixels trains on one H200
 QUIET_SHARE = 0.9  # threads that get a smaller share of the cores are disturbed by other work
-DISTURBED = "other work runs on this machine, or they wait for one another; trust no figure of theirs."
+DISTURBED = "the machine is busy with other work, or the threads wait for each other; do not rely on these figures."
 
 
 def show_input(result: JsonObject, console: Console) -> None:
@@ -105,7 +105,7 @@ def judge_input(result: JsonObject, feed: float) -> JsonObject:
     if result["kept"] != "none":
         how += f" ({result['loader']['none']:,.0f} in the first pass)"
     if result["hand_over"]["images_per_s"] < target:
-        needs = f"{target:,.0f} images/s are more than a device takes over"
+        needs = f"{target:,.0f} images/s exceed what can be transferred to a device"
     else:
         subject = "" if feed else "one GPU that trains on "
         needs = (

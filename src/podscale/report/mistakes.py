@@ -5,6 +5,7 @@ They are stored in the run as `findings.json`, thumbnails included, so that a re
 
 import base64
 import io
+import itertools
 import json
 from collections import Counter
 
@@ -23,6 +24,8 @@ from podscale.storage.files import write_atomically
 
 MAX_IMAGES = 12  # of each kind: the most wrong, and the most certain
 MAX_PAIRS = 4096  # of confused classes
+MAX_SHOWN_PAIRS = 3  # of confused classes, the most frequent ones, of which images are shown
+MAX_PAIR_IMAGES = 4  # of each of these
 THUMBNAIL_SIZE = 112  # pixels
 NO_PREDICTION = -1  # the class of an image that could not be read, or whose output is not finite
 
@@ -40,12 +43,21 @@ def summarize_mistakes(
     """
     predicted, confidence, true_confidence = predictions[:, 0].astype(np.int64), predictions[:, 1], predictions[:, 2]
     right = predicted == labels
+    confused = _count_pairs(labels[~right], predicted[~right])
+    pairs = [
+        _select_examples(
+            (labels == a) & (predicted == b), confidence, predicted, true_confidence, labels, MAX_PAIR_IMAGES
+        )
+        for a, b, count in confused[:MAX_SHOWN_PAIRS]
+        if count > 1
+    ]
     return {
         "step": step,
         "examples": np.bincount(labels, minlength=classes).tolist(),
         "correct": np.bincount(labels[right], minlength=classes).tolist(),
         "scores": compute_scores(labels, predictions, classes),
-        "confused": _count_pairs(labels[~right], predicted[~right]),
+        "confused": confused,
+        "pairs": pairs,
         "wrong": _select_examples(
             ~right & (predicted != NO_PREDICTION), confidence, predicted, true_confidence, labels
         ),
@@ -88,9 +100,9 @@ def _select_examples(
 def write_mistakes(run: Run, step: int, predictions: NDArray[np.float32], index: Index, classes: int) -> None:
     """Write the mistakes of an evaluation of `index` to the run's folder."""
     mistakes = summarize_mistakes(step, predictions, index.labels, classes)
-    for example in mistakes["wrong"] + mistakes["certain"]:
+    for example in itertools.chain(mistakes["wrong"], mistakes["certain"], *mistakes["pairs"]):
         example["name"] = index.name(example["sample"])
-        example["picture"] = _make_thumbnail(index, example["sample"], run.recipe)
+        example["thumbnail"] = _make_thumbnail(index, example["sample"], run.recipe)
     write_atomically(run.folder / "findings.json", json.dumps(mistakes))
 
 

@@ -10,6 +10,7 @@ MAX_MATRIX_CLASSES = 24  # of the confusion matrix; of more, the most confused
 MAX_CLASSES = 20  # of the first table of classes
 MAX_PAIRS = 15
 MAX_BAD_IMAGES = 100
+CONFUSED = "most-confused"  # anchor of the images of confused classes
 SHADES = 9  # of the matrix's cells, by the share of a class
 Mistakes = JsonObject
 
@@ -19,11 +20,12 @@ def render_mistakes(mistakes: Mistakes, names: tuple[str, ...], steps_per_epoch:
     if not mistakes:
         return "<p>Known after the first evaluation.</p>"
     epoch = mistakes["step"] / steps_per_epoch
+    wrong = _render_images(mistakes["wrong"], names, "All validation images are classified correctly.")
+    certain = _render_images(mistakes["certain"], names, "None is classified correctly.")
     return (
-        f"<p>By the evaluation after step {mistakes['step']:,}, epoch {epoch:.1f}.</p>"
-        f"{_render_scores(mistakes, names)}"
-        f"<h3>Most wrong</h3>{_render_images(mistakes['wrong'], names, 'Every validation image is classified right.')}"
-        f"<h3>Most confident, and right</h3>{_render_images(mistakes['certain'], names, 'None is classified right.')}"
+        f"<p>From the evaluation after step {mistakes['step']:,}, epoch {epoch:.1f}.</p>"
+        f"{_render_scores(mistakes, names)}{_render_confusions(mistakes, names)}"
+        f"<h3>Most wrong</h3>{wrong}<h3>Most confident and correct</h3>{certain}"
         f"<h3>Scores by class</h3>{_render_classes(mistakes, names)}"
         f"<h3>Confusion matrix (true \\ predicted)</h3>{_render_matrix(mistakes, names)}"
         f"{_render_pairs(mistakes, names)}{_render_calibration(mistakes)}"
@@ -47,12 +49,23 @@ def _render_images(examples: list[Mistakes], names: tuple[str, ...], empty_text:
     return f'<ul class="images">{"".join(_render_image(example, names) for example in examples)}</ul>'
 
 
+def _render_confusions(mistakes: Mistakes, names: tuple[str, ...]) -> str:
+    """Return images of the most confused pairs of classes; empty without any, and for runs of older versions."""
+    counts = {(a, b): n for a, b, n in mistakes["confused"]}
+    parts = []
+    for examples in mistakes.get("pairs", []):
+        a, b = examples[0]["label"], examples[0]["chosen"]
+        text = f"{names[a]} as {names[b]}: {counts[a, b]:,} of {mistakes['examples'][a]:,}"
+        parts.append(f"<p>{escape(text)}</p>{_render_images(examples, names, '')}")
+    return f'<h3 id="{CONFUSED}">Most confused</h3>{"".join(parts)}' if parts else ""
+
+
 def _render_image(example: Mistakes, names: tuple[str, ...]) -> str:
     label, predicted = names[example["label"]], names[example["chosen"]]
     text = f"<b>{escape(predicted)}</b> {example['sure']:.1%}"
     if example["label"] != example["chosen"]:
         text += f", but it is {escape(label)} ({example['own']:.1%})"
-    source = example["picture"] if example["picture"].startswith("data:image/") else ""
+    source = example["thumbnail"] if example["thumbnail"].startswith("data:image/") else ""
     image = f'<img src="{escape(source)}" alt="" width="112" height="112">' if source else '<div class="missing"></div>'
     return f'<li>{image}<p>{text}</p><p class="beside">{escape(example["name"])}</p></li>'
 
@@ -133,7 +146,10 @@ def _render_calibration(mistakes: Mistakes) -> str:
         for row in bins
     ]
     table = render_table(("confidence", "images", "mean confidence", "accuracy"), rows, "calibration")
-    text = "A dot per bin of confidence (horizontal) at its accuracy (vertical); on the dashed line, the two agree."
+    text = (
+        "Accuracy (vertical) by confidence (horizontal), one dot per bin. A perfectly calibrated model lies on the "
+        "dashed line."
+    )
     return f"<h3>Calibration</h3><p>{text}</p>{drawing}<details><summary>As a table</summary>{table}</details>"
 
 

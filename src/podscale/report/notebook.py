@@ -1,4 +1,4 @@
-"""Tell whether this process is a notebook's kernel."""
+"""Detect notebooks."""
 
 import sys
 

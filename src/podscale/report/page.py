@@ -106,10 +106,10 @@ def _format_keys(parts: JsonObject) -> str:
 def _format_status(lines: list[Line], plan: Line, summary: Line) -> str:
     last = max((line["step"] for line in lines), default=0)
     if not last:
-        return f"No step done yet, of {plan['steps']:,}."
+        return f"No step completed yet (0 of {plan['steps']:,})."
     position = f"Step {last:,} of {plan['steps']:,}, epoch {last / plan['steps_per_epoch']:.1f}"
     if not summary:
-        return f"{position}: still running, or stopped, when this page was written."
+        return f"{position}: running or interrupted when this page was written."
     if "until" in summary:
         (metric, value), *_ = summary["until"].items()
         outcome = f"reached in {summary['reached_s']:.1f} s" if summary["reached"] else "was not reached"
@@ -152,7 +152,8 @@ def format_minutes(seconds: float) -> str:
 def format_devices(plan: Line) -> str:
     """Return the number and kind of devices."""
     pod = plan["pod"]
-    return f"{pod['devices']:,} {pod['kind']} device{'s' * (pod['devices'] > 1)}"
+    kind = "CPU" if pod["kind"] == "cpu" else pod["kind"]
+    return f"{pod['devices']:,} {kind} device{'s' * (pod['devices'] > 1)}"
 
 
 # --- tables --------------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def _format_evaluations(evaluated: list[Line], plan: Line) -> str:
 
 def _format_steps(trained: list[Line], plan: Line) -> str:
     if not trained:
-        return "<p>No step done yet.</p>"
+        return "<p>No step completed yet.</p>"
     rows = []
     for group in group_points(trained, MAX_ROWS):
         first, last = group[0]["step"], group[-1]["step"]

@@ -12,18 +12,23 @@ Line = JsonObject
 
 
 def describe_pod(plan: Line) -> str:
-    """Return a description of the drawing, and of the chips that normalize together."""
+    """Return a description of the drawing, and of the chips that normalize together.
+
+    >>> describe_pod({"pod": {"rows": 1, "cols": 1, "cores": 1}, "tile": (1, 1), "span": 32})
+    'One chip, which normalizes its images in groups of 32.'
+    """
     shape, (h, w) = plan["pod"], plan["tile"]
     slices, rows, cols = _get_shape(plan)
+    if slices * rows * cols == 1:
+        return f"One chip, which normalizes its images in groups of {plan['span']:,}."
     text = f"{rows} x {cols} chips as a torus: the last chip of every row and column is linked to the first (dashed)."
     if slices > 1:
-        text = (
-            f"One of {slices} slices. {text} Between slices, each chip sums what it owns with those in its place there."
-        )
+        text = f"One of {slices} slices. {text} Between slices, chips in the same place sum the pieces that they own."
     if rows > MAX_DRAWN or cols > MAX_DRAWN:
-        text += f" Drawn is an excerpt of {min(rows, MAX_DRAWN)} x {min(cols, MAX_DRAWN)}, as if it were the whole pod."
+        drawn = f"{min(rows, MAX_DRAWN)} x {min(cols, MAX_DRAWN)}"
+        text += f" The drawing shows {drawn} of them, as if that were the whole pod."
     if shape["cores"] > 1:
-        text += f" The {shape['cores']} cores of a chip add up theirs first, on the chip."
+        text += f" The {shape['cores']} cores of a chip first add up their gradients on the chip."
     if (h, w) == (1, 1):
         return f"{text} Batch norm: every chip normalizes its own images, in groups of {plan['span']:,}."
     return f"{text} Batch norm: tiles of {h} x {w} chips normalize {plan['span']:,} images together."
@@ -40,66 +45,64 @@ PHASES = MappingProxyType({
     "torus": (
         ("rows-sum", "Reduce-scatter along rows",
          "Every chip passes pieces of its gradient to the right and adds what comes from the left, until it owns "
-         "1/{C} of its row's sum; fast, as all chips send at once and only to a neighbour."),
+         "1/{C} of its row's sum; fast, because all chips send at once, and only to a neighbour."),
         ("columns", "All-reduce along columns",
-         "The chips of a column own the same piece and sum it over all rows; fast, as just 1/{C} of the gradient "
-         "travels."),
+         "The chips of a column own the same piece and sum it over all rows; fast, because only 1/{C} of the "
+         "gradient travels."),
         ("rows-share", "All-gather along rows",
-         "The finished pieces go round the row until every chip has them all; fast, as they are only copied, and again "
-         "all links of the rows work at once."),
+         "The finished pieces go around the row until every chip has them all; fast, because they are only copied, and "
+         "again all links of the rows work at once."),
     ),
     "torus4": (
-        ("first", "Four quarters set out",
-         "Two are summed along rows and two along columns, one each way round; fast, as all four links of a chip carry "
-         "data at once."),
+        ("first", "Four quarters start",
+         "Two are summed along rows and two along columns, one in each direction; fast, because all four links of a "
+         "chip carry data at once."),
         ("second", "They change direction",
-         "What was summed along rows is now summed along columns, and the other way about; fast, as only the piece "
-         "that a chip owns travels."),
+         "What was summed along rows is now summed along columns, and vice versa; fast, because only the piece that a "
+         "chip owns travels."),
         ("share", "They go back",
-         "The finished pieces return along the same links until every chip has the whole sum; fast, as they are only "
-         "copied, and still on all four links."),
+         "The finished pieces return along the same links until every chip has the whole sum; fast, because they are "
+         "only copied, and still on all four links."),
     ),
     "ring": (
-        ("sum", "Once round to add",
+        ("sum", "Around the ring to sum",
          "All {N:,} chips form one ring; each passes a piece on and adds its own, until it owns 1/{N:,} of the sum; "
-         "every link of the ring works all the time, but the way round is long."),
-        ("share", "Once round to share",
-         "The finished pieces go round again until every chip has them all; they are only copied, but the number of "
+         "every link of the ring is always busy, but the way around is long."),
+        ("share", "Around the ring to share",
+         "The finished pieces go around again until every chip has them all; they are only copied, but the number of "
          "hops grows with the number of chips."),
     ),
     "sharded": (
         ("rows-sum", "Reduce-scatter along rows",
          "Every chip passes pieces of its gradient to the right and adds what comes from the left, until it owns "
-         "1/{C} of its row's sum; fast, as all chips send at once and only to a neighbour."),
+         "1/{C} of its row's sum; fast, because all chips send at once, and only to a neighbour."),
         ("columns", "Along columns, the update, and back",
-         "What a chip owns is summed over its column as well; it updates its own 1/{N:,} of the weights, and that goes "
-         "back; fast, as each weight is updated once and its momentum is kept once."),
+         "What a chip owns is summed over its column as well; it updates its own 1/{N:,} of the weights, and the "
+         "result goes back; fast, because each weight is updated once and its momentum is kept once."),
         ("rows-share", "All-gather along rows",
-         "The new weights go round the row until every chip has them all; fast, as they are only copied, and again all "
-         "links of the rows work at once."),
+         "The new weights go around the row until every chip has them all; fast, because they are only copied, and "
+         "again all links of the rows work at once."),
     ),
     "ring2": (
-        ("sum", "Once round to add, both ways",
-         "All {N:,} chips form one ring; half of the data goes round it one way and half the other, until each chip "
-         "owns 1/{N:,} of both sums; two links of every chip work all the time, but the way round is long."),
-        ("share", "Once round to share",
-         "The finished pieces go round again, both ways, until every chip has them all; they are only copied, but the "
+        ("sum", "Around the ring to sum, both ways",
+         "All {N:,} chips form one ring; half of the data goes around it one way and half the other, until each chip "
+         "owns 1/{N:,} of both sums; two links of every chip are always busy, but the way around is long."),
+        ("share", "Around the ring to share",
+         "The finished pieces go around again, both ways, until every chip has them all; they are only copied, but the "
          "number of hops grows with the number of chips."),
     ),
 })  # fmt: skip
 SWING = (
-    "Every chip exchanges half of what it holds with a near chip, again and again in turn with rows and columns, until "
+    "Every chip exchanges half of what it holds with a near chip, alternating between rows and columns, until "
     "it owns 1/{N:,} of the sum, and gets the other parts back the same way. The number of exchanges grows "
     "with the logarithm of the number of chips."
 )
 SWING_LATENCY = (
-    "Every chip exchanges all that it has with a near chip, along rows and then along columns, and adds what comes; "
-    "fast for small sums, as no other way takes fewer messages."
+    "Every chip exchanges all it has with a near chip, along rows and then along columns, and adds what it receives; "
+    "fast for small sums, because no other strategy needs fewer messages."
 )
-XLA = (
-    "Every chip asks for the sum of all gradients and the compiler chooses the way; fast, as it knows the links: "
-    "on a TPU it takes the two-dimensional way, too."
-)
+XLA = "The compiler chooses the algorithm; it knows the links, and on a TPU it also sums along both dimensions."
+OTHER = "A strategy that the training program has registered sums the gradients of all chips."
 
 
 def get_main_summation(plan: Line) -> str:
@@ -112,10 +115,14 @@ def list_phases(plan: Line) -> list[tuple[str, str, str]]:
     """Return key, name and text of each phase on a pod of this shape."""
     slices, R, C = _get_shape(plan)
     if slices * R * C == 1:
-        return [("none", "One chip", "Its own gradient is the sum already; nothing travels.")]
+        return [("none", "One chip", "Its own gradient already is the sum; nothing travels.")]
     name = get_main_summation(plan)
-    in_one = {"swing": ("Exchanges of halves", SWING), "swing_latency": ("Exchanges", SWING_LATENCY)}
-    phases = PHASES.get(name, (("once", *in_one.get(name, ("One step", XLA))),))
+    in_one = {
+        "xla": ("One step", XLA),
+        "swing": ("Exchanges of halves", SWING),
+        "swing_latency": ("Exchanges", SWING_LATENCY),
+    }
+    phases = PHASES.get(name, (("once", *in_one.get(name, ("One step", OTHER))),))
     idle = ("rows-sum", "rows-share") if C == 1 else ("columns",) if R == 1 else ()
     return [(key, name, text.format(C=C, N=R * C)) for key, name, text in phases if key not in idle]
 
@@ -128,5 +135,5 @@ def describe_hops(plan: Line) -> str:
     ring, count = (count_hops(each, R, C, slices) for each in (PATHS["ring"], paths))
     if not count:
         return ""
-    text = f"On this {R} x {C} pod that takes {count:,} hops from chip to chip"
+    text = f"On this {R} x {C} pod, the sum takes {count:,} hops from chip to chip"
     return f"{text}; one ring through all chips would take {ring:,}." if count < ring else f"{text}."

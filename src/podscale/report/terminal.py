@@ -1,5 +1,6 @@
 """Print tables, predictions and the summary of a run on a terminal."""
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -59,10 +60,11 @@ def show_summary(summary: JsonObject, console: Console) -> None:
         rows.insert(0, ("until", _format_target(summary)))
     rows.append(("run", folder))
     if has_scheme(folder):
-        rows.append(("report", f"{_get_command()} report {folder}"))
+        rows.append(("report", f"{_get_command()} report {shlex.quote(folder)}"))
     else:
         rows.append(("report", f"{folder}/report.html"))
-        rows.append(("try it", f"{_get_command()} predict {folder}/sample.png --run {folder}"))
+        sample = shlex.quote(f"{folder}/sample.png")
+        rows.append(("try it", f"{_get_command()} predict {sample} --run {shlex.quote(folder)}"))
     console.print(make_table("result", rows))
     if summary.get("warning"):
         console.print(f"warning: {summary['warning']}", style="bold red", highlight=False, markup=False)
@@ -81,7 +83,7 @@ def _format_step(step: JsonObject) -> str:
 def _get_command() -> str:
     """Return the command as the user can type it: its path if it is not on the shell's PATH."""
     program = Path(sys.argv[0])
-    return str(program) if program.name == "podscale" and not shutil.which("podscale") else "podscale"
+    return shlex.quote(str(program)) if program.name == "podscale" and not shutil.which("podscale") else "podscale"
 
 
 def _format_target(summary: JsonObject) -> str:
@@ -111,4 +113,4 @@ def summarize_unreadable(predictions: list[JsonObject]) -> str:
     problems = [prediction["error"] for prediction in predictions if "error" in prediction]
     if len(problems) < 2:
         return "".join(problems)
-    return f"{len(problems)} of {len(predictions)} images were left out; the first: {problems[0]}"
+    return f"{len(problems)} of {len(predictions)} images could not be read and were skipped; the first: {problems[0]}"

@@ -22,8 +22,8 @@ def render_ledger(summary: Line, folder: Path, sessions: int) -> str:
         return "<p>Known after the first checkpoint.</p>"
     over = f", over {sessions} sessions" if sessions > 1 else ""
     share = parts.get(ledgers.TRAINING, 0.0) / wall
-    text = f"{wall:,.1f} s of wall time{until}{over}, compilation and all; {share:.0%} of it was training that counted."
-    return f"<p>{text}</p>{render_bar(parts, 'Wall time by part')}"
+    text = f"{wall:,.1f} s of wall time{until}{over}, including compilation"
+    return f"<p>{text}; {share:.0%} of it went into training that counted.</p>{render_bar(parts, 'Wall time by part')}"
 
 
 def render_prediction(summary: Line) -> str:

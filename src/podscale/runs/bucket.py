@@ -1,7 +1,7 @@
 """Runs in a bucket: the objects, and a working copy of the small files on this host.
 
     lock.json               who trains it; see `podscale.storage.bucket_lock`
-    current.json            what counts: the generation of the owner, its files and their names, the checkpoints
+    current.json            what counts: the fencing token of the owner, its files and their names, the checkpoints
     files-5/...             the run's files (recipe, journal, report, ...) as the fifth owner has written them
     checkpoints/34-1f3a-2/  the arrays and the manifest of a checkpoint; it exists if `current.json` names it
 
@@ -13,7 +13,7 @@ A listing may lag behind what was written. So `current.json` names the files, an
 of other processes, and what is to be deleted.
 
 `current.json` is the one object that commits. A new owner of the lock changes it first; every later change is made by
-its ETag and carries the owner's generation. So a former owner that was stalled, and wakes up, can commit nothing, and
+its ETag and carries the owner's fencing token. So a former owner that stalled and wakes up can commit nothing, and
 what else it writes has names that nobody looks at.
 """
 
@@ -55,7 +55,7 @@ class RunBucket:
 
     def __init__(self, location: Location, folder: Path) -> None:
         self.location, self.folder, self.store = location, folder, open_store(location, "--run")
-        self._generation, self._etag = 0, ""
+        self._fencing_token, self._etag = 0, ""
         self.current: Current = {}
         self._sent = dict[str, tuple[int, int]]()  # time and size of every file that was sent
 
@@ -112,11 +112,15 @@ class RunBucket:
         named = {f"{prefix}/{name}" for name in current.get("names", ())}
         return sorted(named | {info.key for info in self.store.list(prefix)})
 
-    def take_over(self, generation: int) -> None:
-        """Make the owner of this generation of the lock the only one that can commit."""
+    def take_over(self, fencing_token: int) -> None:
+        """Make the owner of the lock with this fencing token the only one that can commit.
+
+        The tokens of a lock that was deleted begin again; names that a former owner may still write are not used again.
+        """
         self.pull()
-        old, self._generation = self.current, generation
-        owned: Current = {"generation": generation, "files": f"{FILES}{generation}"}
+        old = self.current
+        self._fencing_token = fencing_token = max(fencing_token, int(old.get("generation", 0)) + 1)
+        owned: Current = {"generation": fencing_token, "files": f"{FILES}{fencing_token}"}
         self.current = {"steps": {}, "aside": {}, "last": None, **old, **owned}
         self._send("*")
         self._write()
@@ -127,7 +131,7 @@ class RunBucket:
         keys = set(self._list_files(old)) if old else set()
         for name in self.store.list_folder().folders:
             number = name.removeprefix(FILES)
-            if name.startswith(FILES) and number.isdecimal() and int(number) < self._generation:
+            if name.startswith(FILES) and number.isdecimal() and int(number) < self._fencing_token:
                 keys |= {info.key for info in self.store.list(name)}
         for key in keys:
             if not key.startswith(f"{self.current['files']}/"):
@@ -141,7 +145,7 @@ class RunBucket:
             OSError: the bucket cannot be written.
         """
         self._send(pattern)
-        if self._generation and set(self._sent) != set(self.current["names"]):
+        if self._fencing_token and set(self._sent) != set(self.current["names"]):
             self._write()
 
     def _send(self, pattern: str) -> None:
@@ -216,7 +220,10 @@ class BucketRunLock:
             UserError: another training has locked it.
         """
         self._lock.acquire()
-        self._bucket.take_over(self._lock.generation)
+        self._bucket.take_over(self._lock.fencing_token)
+
+    def check(self) -> None:
+        """Nothing to do: what is committed says whose the run is."""
 
     def __enter__(self) -> "BucketRunLock":
         return self
@@ -224,7 +231,7 @@ class BucketRunLock:
     def __exit__(self, kind: type | None, *error: object) -> None:
         """Send the last changes, and release the lock."""
         try:
-            self._bucket.push("*" if self._lock.generation else "bad-images-*.txt")
+            self._bucket.push("*" if self._lock.fencing_token else "bad-images-*.txt")
         except RunTakenOverError:
             if kind is None:
                 raise

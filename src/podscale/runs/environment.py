@@ -4,12 +4,11 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from podscale.config.json_types import JsonObject
-from podscale.processes.host import count_usable_cores, measure_usable_memory, read_processor_name
+from podscale.processes.host import count_usable_cores, find_version, measure_usable_memory, read_processor_name
 
 if TYPE_CHECKING:
     import jax
@@ -49,12 +48,4 @@ LIBRARIES = ("podscale", "jax", "jaxlib", "flax", "optax", "numpy", "pillow")
 
 def list_library_versions() -> dict[str, str]:
     """Return versions of Python and of the libraries on which the bits of a result depend."""
-    return {"python": platform.python_version()} | {name: _get_version(name) for name in LIBRARIES}
-
-
-def _get_version(name: str) -> str:
-    """Return an installed package's version; one that is only on the path, as a checkout may be, has none."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    return {"python": platform.python_version()} | {name: find_version(name) or "not installed" for name in LIBRARIES}

@@ -15,7 +15,9 @@ slow reporter does.
     end         the last event; values: seconds
 
 A reporter that returns True at an `eval` event ends the training there, with a checkpoint: so does a stop condition. A
-callback that raises ends it, too: earlier checkpoints stay, and the same call resumes from them.
+callback that raises ends it, too: earlier checkpoints stay, and the same call resumes from them. A callback's `kinds`
+are the kinds of events that it gets (`METRICS` by default), and with `writes = True` an error of the disk, or a
+`ReporterError`, becomes a warning. If it has a `close`, that is called in the end.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +26,14 @@ from typing import Any
 
 from podscale.config.json_types import JsonObject
 
-METRICS = ("start", "train", "eval", "straggler", "end")  # the kinds that journals, trackers and callbacks get
+KINDS = ("start", "train", "eval", "save", "straggler", "bad images", "warning", "end")
+METRICS = (
+    "start",
+    "train",
+    "eval",
+    "straggler",
+    "end",
+)  # the kinds that journals and trackers get; callbacks by default
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class Event:
     """One event of a training.
 
     Args:
-        kind: "start", "train", "eval" or "end"; other kinds do not come to callbacks, except "straggler".
+        kind: one of `KINDS`.
         step: updates done so far.
         epoch: the same in passes over the training data.
         values: what the kind of event carries; see the module.
@@ -50,3 +59,19 @@ class Event:
 
 
 Callback = Callable[[Event], object]
+
+
+class ReporterError(Exception):
+    """A reporter that writes could not do its work; training goes on with a warning.
+
+    Args:
+        source: what failed, such as "tracker mlflow"; warnings of the same source are not repeated at every event.
+        reason: why.
+
+    >>> print(ReporterError("tracker mlflow", "connection refused"))
+    tracker mlflow failed: connection refused
+    """
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(f"{source} failed: {reason}")
+        self.source = source

@@ -215,6 +215,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
         return self.folder / "checkpoints"
 
     def get_bad_images_path(self, process: int) -> Path:
@@ -223,6 +224,7 @@ class Run:
 
     @property
     def programs(self) -> Path:
+        """The folder of the compiled programs of a deterministic run."""
         return self.folder / "programs"
 
     def has_checkpoints(self) -> bool:
@@ -305,7 +307,7 @@ def _describe_change(before: Json, now: Json) -> str:
 
 
 def _suggest_options(kind: str) -> str:
-    return f"choose another folder with --run, or go on all the same with --allow-changed {kind}"
+    return f"choose another folder with --run, or resume anyway with --allow-changed {kind}"
 
 
 def _describe_differences(old: Recipe, new: Recipe) -> str:

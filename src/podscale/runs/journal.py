@@ -23,7 +23,9 @@ class Journal:
         path = folder / "metrics.jsonl"
         lines = [line for line in read_lines(path) if json.loads(line)["step"] <= start] if start else []
         text = "".join(f"{line}\n" for line in lines)
-        if not path.exists() or path.read_text() != text:  # a full disk has no space to write the same again
+        if not path.exists() or path.read_bytes() != text.encode(
+            errors="surrogateescape"
+        ):  # a full disk has no space to write the same again
             write_atomically(path, text)
         self._file: IO[bytes] = path.open("ab", buffering=0)
         self._unwritten = b""

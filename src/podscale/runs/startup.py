@@ -22,13 +22,13 @@ class StartClock:
         self._last, self._parts, self._sessions = start, dict[str, float](), 0
 
     def mark(self, part: str) -> None:
-        """Book the time since the last mark for `part`, which has just been done."""
+        """Add the time since the last mark to `part`, which has just ended."""
         now = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
 
     def begin_session(self) -> float:
-        """Start with a run; return seconds of the process's start before it. Only the first run's session has some."""
+        """Start a session; return seconds of the process's start before it, 0 for all but the first session."""
         self._last, self._sessions = time.perf_counter(), self._sessions + 1
         if self._sessions > 1:
             self._parts = {}
@@ -53,4 +53,4 @@ def measure_process_age() -> float:
         return 0.0
 
 
-clock = StartClock(time.perf_counter() - measure_process_age())  # as there is one start of a process
+clock = StartClock(time.perf_counter() - measure_process_age())  # a process starts once

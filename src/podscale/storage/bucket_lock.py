@@ -2,10 +2,10 @@
 
 There is no clock that all hosts share. So a lock does not hold a time: its owner writes it again every `BEAT_S`
 seconds, with another number. Who wants the lock watches the object: if it changes, its owner lives; if it does not for
-`LEASE_S` seconds of the watcher's own clock, the watcher replaces it, with the next generation. `create` and `update`
+`LEASE_S` seconds of the watcher's own clock, the watcher replaces it with the next fencing token. `create` and `update`
 have one winner, so that a lock has one owner. A former owner that was only stalled finds that its object was replaced.
 It may still write until then; what counts must therefore be written by `update`, on an object that a new owner changes
-first (see `podscale.training.checkpoint_bucket`).
+first (see `podscale.training.checkpoint.bucket`).
 
 An owner on the same machine that no longer runs need not be waited for.
 """
@@ -23,19 +23,19 @@ from podscale.storage.store import ObjectChangedError, Store, make_token
 LOCK = "lock.json"
 BEAT_S = 5.0  # between two signs of life of the owner
 LEASE_S = 30.0  # without one, after which a lock is free
-LOOK_S = 0.5  # between two looks at somebody else's lock
+POLL_S = 0.5  # between two reads of another process's lock
 
 
 class BucketLock:
     """Locks a store for one training, from `acquire` to the end of the `with` block or of the process.
 
     Attributes:
-        generation: how many owners there have been, with this one; 0 before `acquire`.
+        fencing_token: how many owners there have been, with this one; 0 before `acquire`.
     """
 
     def __init__(self, store: Store) -> None:
         self._store, self._token, self._beats, self._etag = store, make_token(), 0, ""
-        self.generation = 0
+        self.fencing_token = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="podscale-lock", daemon=True)
 
@@ -51,14 +51,14 @@ class BucketLock:
         self._thread.start()
 
     def _try_acquire(self) -> bool:
-        """Return whether the lock is ours now; False: somebody else was faster, or the lock is gone."""
+        """Return whether this process has the lock now; False: another one was faster, or the lock is gone."""
         try:
             etag, content = self._read()
         except FileNotFoundError:
             etag, content = "", {}
         if content.get("owner") and not _has_ended(content):
             self._wait_for_sign(etag, content)
-        self.generation = int(content.get("generation", 0)) + 1
+        self.fencing_token = int(content.get("generation", 0)) + 1
         data = self._make_content()
         try:
             self._etag = self._store.update(LOCK, data, etag) if etag else self._store.create(LOCK, data)
@@ -89,7 +89,7 @@ class BucketLock:
                 )
             if new_etag != etag:
                 return
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _read(self) -> tuple[str, dict[str, Any]]:
         info = self._store.stat(LOCK)
@@ -104,7 +104,7 @@ class BucketLock:
     def _make_content(self, *, released: bool = False) -> bytes:
         self._beats += 1
         content = {
-            "generation": self.generation,
+            "generation": self.fencing_token,
             "owner": "" if released else self._token,
             "beat": f"{self._token} {self._beats}",
             "process": f"process {os.getpid()} on {socket.gethostname()}",
@@ -123,16 +123,22 @@ class BucketLock:
             except (ObjectChangedError, FileNotFoundError):
                 if not self._is_mine():
                     return  # it has another owner now, which the next commit notices
-            except OSError:
-                continue  # the store is away for a while
+            except Exception:
+                continue  # the store is away for a while, or has no valid credentials for us
 
     def _is_mine(self) -> bool:
-        """Return whether the lock is still ours: a beat may have been written though its answer was lost."""
+        """Return whether nobody else has the lock, as far as can be read.
+
+        A beat may have been written though its answer was lost. What cannot be read now is read at the next beat.
+        """
         try:
-            self._etag, content = self._read()
-        except OSError:
-            return False
-        return content.get("owner") == self._token
+            etag, content = self._read()
+        except Exception:
+            return True
+        is_ours = content.get("owner") == self._token
+        if is_ours or not content:  # not readable: the next beat replaces it
+            self._etag = etag
+        return is_ours or not content
 
     def __enter__(self) -> "BucketLock":
         return self
@@ -144,7 +150,7 @@ class BucketLock:
         self._thread.join()
         try:
             self._store.update(LOCK, self._make_content(released=True), self._etag)
-        except OSError:
+        except Exception:
             return  # it is free after a while
 
 

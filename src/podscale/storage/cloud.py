@@ -148,7 +148,12 @@ class CloudStore:
         return self._read_etag(result) or self.stat(key).etag
 
     def _put_if_match(self, key: str, data: bytes | memoryview, etag: str) -> str:
-        """Replace an object that has this ETag. Ceph's gateway compares it without the quotes that it sends it with."""
+        """Replace an object that has this ETag.
+
+        Google compares generations instead. Ceph's gateway compares ETags without the quotes that it sends them with.
+        """
+        if self.location.scheme == "gs":
+            return self._put(key, data, mode={"e_tag": etag, "version": self._find_generation(key, etag)})
         bare = etag.strip('"') if self.location.scheme == "s3" else etag
         if not self._has_bare_etags:
             try:
@@ -159,6 +164,16 @@ class CloudStore:
         new_etag = self._put(key, data, mode={"e_tag": bare})
         self._has_bare_etags = True
         return new_etag
+
+    def _find_generation(self, key: str, etag: str) -> str:
+        """Return Google's number of the version of an object that has this ETag."""
+        import obstore
+
+        where = self.location.join(key)
+        meta = self._call("head", where, lambda: obstore.head(self._client, where.key))
+        if self._read_etag(meta) != etag:
+            raise ObjectChangedError(str(where))
+        return meta["version"] or ""
 
     def _confirm(self, key: str, data: bytes | memoryview, error: OSError) -> str:
         """Return the ETag of an object whose content is ours: its answer was lost, not the request; else raise."""

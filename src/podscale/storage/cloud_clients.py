@@ -2,10 +2,12 @@
 
 S3: the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, ...), the shared
 files `~/.aws/config` and `~/.aws/credentials`, then the roles of containers and machines. Google: application default
-credentials. Azure: the environment (AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_CONNECTION_STRING, ...), then `az login`.
+credentials; or none, for the server that STORAGE_EMULATOR_HOST names. Azure: the environment
+(AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_CONNECTION_STRING, ...), then `az login`.
 """
 
 import configparser
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -41,7 +43,9 @@ def make_client(location: Location) -> Any:
             limits["client_options"]["allow_http"] = config.get("endpoint", "").startswith("http://")
             return store.S3Store(location.bucket, config=config, credential_provider=provider, **limits)
         if location.scheme == "gs":
-            return store.GCSStore(location.bucket, **limits)
+            config = find_google_settings(environment)
+            limits["client_options"]["allow_http"] = config.get("base_url", "").startswith("http://")
+            return store.GCSStore(location.bucket, config=config, **limits)
         if location.scheme == "az":
             config = find_azure_settings(environment)
             limits["client_options"]["allow_http"] = config.get("endpoint", "http://").startswith("http://")
@@ -139,6 +143,26 @@ def _read_profile(path: str | Path, profile: str) -> Mapping[str, str]:
         raise UserError(f"cannot read {path}: {why}; correct it, or set AWS_ACCESS_KEY_ID") from None
     name = next((name for name in (profile, f"profile {profile}") if parser.has_section(name)), "")
     return parser[name] if name else {}
+
+
+# --- Google --------------------------------------------------------------------------------------------------------
+
+
+def find_google_settings(environment: Mapping[str, str]) -> Any:
+    """Return obstore's settings for another server than Google's, which needs no credentials."""
+    address = environment.get("STORAGE_EMULATOR_HOST", "")
+    if not address:
+        return {}
+    address = address if "://" in address else f"http://{address}"
+    address = address.rstrip("/")
+    account = {
+        "gcs_base_url": address,
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": "",
+        "private_key_id": "",
+    }
+    return {"base_url": address, "service_account_key": json.dumps(account)}
 
 
 # --- Azure ---------------------------------------------------------------------------------------------------------

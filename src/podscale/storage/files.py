@@ -57,7 +57,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int) -> str:
     return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
     """Write a file so that readers see all of it or none of it, even if several processes write it.
 
     Names of files that are not UTF-8 are written as the bytes that they are.
@@ -66,10 +66,27 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with name_file(path):
             part.write_text(text, encoding="utf-8", errors="surrogateescape")
+            if durable:
+                flush(part)
             os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file as `write_atomically` does; it is on disk when this returns, whatever happens to the machine."""
+    write_atomically(path, text, durable=True)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

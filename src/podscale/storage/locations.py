@@ -18,7 +18,7 @@ from podscale.errors import UserError
 SCHEMES = ("s3", "gs", "az", "http", "https")
 READ_ONLY_SCHEMES = ("http", "https")
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket. A local folder `s3:` needs an absolute path.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def parse_location(text: str | os.PathLike[str], option: str = "") -> Location:
     podscale.errors.UserError: --run ftp://host/run: ftp:// is not supported; give a path, or s3://, gs://, az://, ...
     """
     text = os.fspath(text)
-    match = _URL.match(text)
+    match = URL.match(text)
     where = f"{option} " if option else ""
     if match is None:
         return Location("", "", text)
@@ -93,4 +93,4 @@ def has_scheme(text: str | os.PathLike[str]) -> bool:
     >>> has_scheme("s3://bucket/run"), has_scheme("runs/one")
     (True, False)
     """
-    return _URL.match(os.fspath(text)) is not None
+    return URL.match(os.fspath(text)) is not None

@@ -1,12 +1,9 @@
 """Refuse paths that name something other than a local file or folder."""
 
 import os
-import re
 
 from podscale.errors import UserError
-
-# One slash is enough: pathlib turns s3://bucket into s3:/bucket. A local folder `s3:` needs an absolute path.
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+from podscale.storage.locations import URL
 
 
 def require_local(path: str | os.PathLike[str], option: str) -> None:
@@ -25,8 +22,8 @@ def require_local(path: str | os.PathLike[str], option: str) -> None:
     podscale.errors.UserError: --run s3://bucket/run: s3:// is not supported; give a local or mounted path
     """
     text = os.fspath(path)
-    match = _SCHEME.match(text)
+    match = URL.match(text)
     if match:
         scheme = f"{match[1]}://"
-        text = text if text.startswith(scheme) else scheme + text[match.end() :]
+        text = text if text.startswith(scheme) else scheme + match[2]
         raise UserError(f"{option} {text}: {scheme} is not supported; give a local or mounted path")

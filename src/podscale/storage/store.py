@@ -101,5 +101,5 @@ class Store(Protocol):
 
 
 def make_token() -> str:
-    """Return a text that nobody else has: in what `create` and `update` write, it marks one's own object."""
+    """Return a unique text, by which a process recognizes an object that it wrote itself."""
     return uuid.uuid4().hex

@@ -24,7 +24,7 @@ from podscale.training import loop
 from podscale.training.compilation import cache_programs_in
 from podscale.training.divergence import BUNDLE
 
-POLL_S = 1.0  # between looks at the trainings of other processes, once nothing else is left
+POLL_S = 1.0  # between checks of the trainings of other processes, once nothing else is left
 
 
 def run_study(study: Study, folder: Path, pod: Pod, options: Options, console: Console) -> JsonObject:
@@ -93,7 +93,7 @@ def _train_case(case: Case, seed: int, folder: Path, pod: Pod, options: Options,
     summary = read_finished_summary(run_folder)
     if summary is None and (run_folder / BUNDLE).exists():
         _log(console, f"diverged before: {run_folder}")
-        return {"run": run_folder.name, "error": f"it diverged; {run_folder / BUNDLE} tells how"}
+        return {"run": run_folder.name, "error": f"it diverged; {run_folder / BUNDLE} says how"}
     if summary is None:
         try:
             summary = loop.train(case.with_seed(seed), pod=pod, options=options, folder=run_folder, console=console)
@@ -124,10 +124,7 @@ def _write(folder: Path, study: Study, result: JsonObject) -> None:
 
 
 def _cache_programs(folder: Path) -> AbstractContextManager[None]:
-    """Cache compiled programs, so that cases that differ only in their seed compile once, even in several processes.
-
-    That does not hold with mixup or erasing, whose random numbers the program draws itself, from the seed.
-    """
+    """Cache compiled programs: cases that differ only in `recipe.scalars` and length share one, also over processes."""
     return nullcontext() if jax.config.values["jax_compilation_cache_dir"] else cache_programs_in(folder)
 
 

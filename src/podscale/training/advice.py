@@ -1,17 +1,29 @@
-"""What the user should know before the first step of a run: where images are decoded and cached, and warnings."""
+"""Warn before the first step of a run, and describe where images are decoded and cached."""
+
+import shlex
 
 from podscale.config.json_types import JsonObject
 from podscale.data import decode
+from podscale.data.bucket.disk_cache import explain_missing_cache
+from podscale.data.bucket.files import BucketFiles
 from podscale.training.program import Program
 
 
 def list_warnings(program: Program, facts: JsonObject, *, is_new: bool) -> list[str]:
-    """Return what the user should know before the first step."""
+    """Return warnings to print before the first step."""
     warnings = list(program.data.warnings)
     if count := sum(len(index.list_unreadable()) for index in (program.data.train, program.data.val)):
-        fact = "1 image cannot be read: it is" if count == 1 else f"{count:,} images cannot be read: they are"
-        advice = f"`podscale data check {program.plan.recipe.data.path}` lists all"
-        warnings.append(f"{fact} replaced in training and wrong in validation; {advice}")
+        fact = (
+            "1 image cannot be read: it is replaced in training and counts as wrong in validation"
+            if count == 1
+            else f"{count:,} images cannot be read: they are replaced in training and count as wrong in validation"
+        )
+        advice = f"`podscale data check {shlex.quote(program.plan.recipe.data.path)}` lists all"
+        warnings.append(f"{fact}; {advice}")
+    if isinstance(program.data.train.files, BucketFiles) and (reason := explain_missing_cache()):
+        warnings.append(
+            f"nothing that is fetched from the bucket is kept on disk, so every epoch fetches all: {reason}"
+        )
     batch, images = program.plan.recipe.batch.size, len(program.data.train)
     if batch > images:
         warnings.append(

@@ -1,9 +1,11 @@
 """Compile the training and evaluation steps, and cache the compiled programs."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,49 +21,79 @@ from podscale.recipe import list_size_ranges
 from podscale.runs.folder import Run
 from podscale.training import step as steps
 from podscale.training.program import Program
-from podscale.training.step import CompilerOptions
+from podscale.training.program_cache import share_compilation
+from podscale.training.step import CompilerOptions, Metrics, State
+from podscale.training.update_rule import bind_scalars, place_scalars
 
 
-def make_train_call(program: Program, *, takes_seed: bool = False) -> jax.stages.Wrapped:
-    """Return the jitted train call of a program; see `step.make_train_call`."""
+def make_train_call(program: Program) -> jax.stages.Wrapped:
+    """Return the jitted train call of a program, whose last argument is `Scalars`; see `step.make_train_call`."""
     parts = program.net, program.plan, program.optimizer, program.schedule, program.mesh
-    return steps.make_train_call(*parts, takes_seed=takes_seed)
+    return steps.make_train_call(*parts, bind=partial(bind_scalars, program.plan, program.net))
 
 
-def compile_train_step(program: Program, run: Run | None = None, options: CompilerOptions | None = None) -> Any:
-    """Return the train call, compiled ahead of its first use so that the ledger books the time as compilation.
+@dataclass(frozen=True)
+class CompiledCall:
+    """A compiled train call: (state, images, labels, count) -> (state, metrics); see `step.make_train_call`.
+
+    Attributes:
+        programs: one for each size of training images.
+        constants: its last arguments: the arrays that stay on the devices, and the recipe's numbers.
+    """
+
+    programs: Mapping[int, jax.stages.Compiled]
+    constants: tuple[PyTree, ...]
+
+    def __call__(self, state: State, images: jax.Array, *more: PyTree) -> tuple[State, Metrics]:
+        """Do the updates of one call."""
+        result: tuple[State, Metrics] = self._get_program(images)(state, images, *more, *self.constants)
+        return result
+
+    def as_text(self) -> str:
+        """Return the text of the program for the largest images."""
+        return str(self.programs[max(self.programs)].as_text())
+
+    def _get_program(self, images: jax.Array) -> jax.stages.Compiled:
+        return self.programs[images.shape[-2]] if len(self.programs) > 1 else next(iter(self.programs.values()))
+
+
+def compile_train_step(
+    program: Program, run: Run | None = None, options: CompilerOptions | None = None
+) -> CompiledCall:
+    """Return the train call, compiled ahead of its first use so that the ledger counts the time as compilation.
 
     Args:
         program: what to compile.
         run: where deterministic GPU programs are stored.
         options: compiler options in addition to the plan's.
-
-    Returns:
-        A function (state, images, labels, count) -> (state, metrics); see `step.make_train_call`. It already holds the
-        arrays that stay on the devices. It is one program for each size of training images.
     """
     plan, state = program.plan, program.describe_state()
     residents = plan.input.place_residents(program.data.train.images, program.mesh)
+    constants = *residents, place_scalars(plan, program.mesh)
     ranges = list_size_ranges(plan.recipe, plan.counts.train)
     batches = {r.size: steps.describe_call_arguments(plan, program.mesh, r.size)[:3] for r in ranges}
-    lowered = {size: make_train_call(program).lower(state, *batch, *residents) for size, batch in batches.items()}
-    compiled = {size: compile_program(call, plan, run, options) for size, call in lowered.items()}
-    (size, batch), *others = batches.items()
-    if others:
-        return lambda state, images, *more: compiled[images.shape[-2]](state, images, *more)
-    if not residents:
-        return compiled[size]
-
-    def call(*arguments: Any) -> Any:
-        return compiled[size](*arguments, *residents)
-
-    # Run once on zeros: what a device loads at first use is no part of training.
-    jax.block_until_ready(call(*zeros_like((state, *batch[:2])), np.int32(1)))
+    lowered = {size: make_train_call(program).lower(state, *batch, *constants) for size, batch in batches.items()}
+    call = CompiledCall(_compile_sizes(lowered, plan, run, options), constants)
+    if residents:  # run once on zeros: what a device loads at first use is no part of training
+        images, labels, _ = next(iter(batches.values()))
+        jax.block_until_ready(call(*zeros_like((state, images, labels)), np.int32(1)))
     return call
 
 
-def compile_eval_step(program: Program, run: Run | None = None) -> tuple[jax.stages.Compiled, tuple[PyTree, ...]]:
-    """Return the compiled evaluation of one batch (`plan.eval_images` per device), and its arguments as shapes."""
+def _compile_sizes(
+    lowered: Mapping[int, jax.stages.Lowered], plan: Plan, run: Run | None, options: CompilerOptions | None
+) -> dict[int, jax.stages.Compiled]:
+    """Return the compiled programs of all sizes of images; several are compiled at the same time."""
+    if len(lowered) == 1:
+        return {size: compile_program(program, plan, run, options) for size, program in lowered.items()}
+    compilations = {size: Compilation(program, plan, run, options) for size, program in lowered.items()}
+    for compilation in compilations.values():
+        compilation.wait()  # for all of them, before one raises
+    return {size: compilation.get() for size, compilation in compilations.items()}
+
+
+def compile_eval_step(program: Program, run: Run | None = None) -> tuple["Compilation", tuple[PyTree, ...]]:
+    """Compile the evaluation of one batch (`plan.eval_images` per device); return it and its arguments as shapes."""
     size, count = program.plan.recipe.data.image_size, program.plan.eval_images * program.plan.pod.size
     sharding, state = pods.make_batch_sharding(program.mesh), program.describe_state()
     images = jax.ShapeDtypeStruct((count, size, size, 3), np.uint8, sharding=sharding)
@@ -69,7 +101,49 @@ def compile_eval_step(program: Program, run: Run | None = None) -> tuple[jax.sta
     counts = placement.replicate(steps.zero_counts(), program.mesh)
     arguments = state.params, state.stats, images, labels, counts
     lowered = steps.make_eval_call(program.net, program.plan, program.mesh).lower(*arguments)
-    return compile_program(lowered, program.plan, run), arguments
+    return Compilation(lowered, program.plan, run), arguments
+
+
+class Compilation:
+    """A program that is being compiled in a thread of its own, so that another one can be compiled meanwhile.
+
+    Several processes compile their programs in the same order, one after the other, and so without a thread.
+    """
+
+    def __init__(
+        self, lowered: jax.stages.Lowered, plan: Plan, run: Run | None, options: CompilerOptions | None = None
+    ) -> None:
+        self._arguments = lowered, plan, run, options
+        self._program: jax.stages.Compiled | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._compile, name="podscale-compilation", daemon=True)
+        if jax.process_count() > 1 or plan.options.deterministic:  # a deterministic program has its own cache
+            self._compile()
+        else:
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return once the program is compiled, or cannot be."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def get(self) -> jax.stages.Compiled:
+        """Return the program once it is compiled.
+
+        Raises:
+            Exception: what the compiler raised.
+        """
+        self.wait()
+        if self._error:
+            raise self._error
+        assert self._program is not None, "compiled, or an error"
+        return self._program
+
+    def _compile(self) -> None:
+        try:
+            self._program = compile_program(*self._arguments)
+        except Exception as error:
+            self._error = error
 
 
 def zeros_like(tree: PyTree) -> PyTree:
@@ -87,11 +161,13 @@ def compile_program(
     each time are not tried at all.
     """
     if plan.options.deterministic and jax.default_backend() == "gpu":
-        deterministic: CompilerOptions = {"xla_gpu_exclude_nondeterministic_ops": True} | (options or {})
+        deterministic: CompilerOptions = {"xla_gpu_exclude_nondeterministic_ops": True}
         with cache_programs_in(run.programs) if run else nullcontext():
-            program = lowered.compile(deterministic)
+            program = lowered.compile(steps.make_compiler_options(plan) | deterministic | (options or {}))
     else:
-        program = lowered.compile(steps.make_compiler_options(plan) | (options or {}) or None)
+        is_shared = jax.default_backend() == "cpu" and jax.process_count() > 1  # others tune together as they compile
+        with share_compilation(heartbeat.check_generation) if is_shared else nullcontext():
+            program = lowered.compile(steps.make_compiler_options(plan) | (options or {}) or None)
     heartbeat.wait_for_peers()  # some processes compile longer than others
     return program
 

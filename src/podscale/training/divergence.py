@@ -22,12 +22,12 @@ from jaxtyping import PyTree
 from podscale.config.json_types import JsonObject
 from podscale.data.balance import make_order
 from podscale.data.order import map_steps_to_batches
-from podscale.errors import DivergedError
+from podscale.errors import DivergedError, UserError
 from podscale.plan import Plan
 from podscale.processes import group
 from podscale.runs.folder import Run
-from podscale.storage.files import to_json, write_atomically
-from podscale.training.checkpoint import CheckpointNotSavedError, Checkpoints
+from podscale.storage.files import to_json, write_durably
+from podscale.training.checkpoint.checkpoints import CheckpointNotSavedError, Checkpoints
 from podscale.training.nonfinite import DivergenceError
 from podscale.training.program import Program
 
@@ -50,7 +50,42 @@ def read_skipped_batches(folder: Path) -> list[range]:
     path = folder / SKIPPED_BATCHES
     if not path.exists():
         return []
-    return [range(first, last + 1) for first, last in json.loads(path.read_text(encoding="utf-8"))["batches"]]
+    try:
+        return [range(first, last + 1) for first, last in json.loads(path.read_text(encoding="utf-8"))["batches"]]
+    except (ValueError, LookupError, TypeError):
+        raise UserError(
+            f"{path} is damaged: it must list the batches that this run skips since it diverged; bring it back, or "
+            "choose another folder with --run"
+        ) from None
+
+
+def describe_skipped_batches(skipped: list[range]) -> JsonObject:
+    """Return what `left-out.json` holds, and the manifest of every checkpoint that was trained without them.
+
+    >>> describe_skipped_batches([range(3, 7)])
+    {'batches': [[3, 6]]}
+    """
+    return {"batches": [[gap.start, gap.stop - 1] for gap in skipped]}
+
+
+def check_skipped_batches(folder: Path, step: int, facts: object) -> None:
+    """Refuse a checkpoint whose run skips batches that the run's list no longer has: it would go on with others.
+
+    Args:
+        folder: the run's.
+        step: of the checkpoint.
+        facts: what was written beside it. It may skip less than the run: it is from before that diverged.
+
+    Raises:
+        UserError: the list was lost.
+    """
+    saved = facts.get("left_out", {"batches": []})["batches"] if isinstance(facts, dict) else []
+    listed = describe_skipped_batches(read_skipped_batches(folder))["batches"]
+    if listed[: len(saved)] != saved:
+        raise UserError(
+            f"{folder / SKIPPED_BATCHES} does not list the batches that the run's checkpoint of step {step:,} skips; "
+            f"bring it back; it has to begin with {json.dumps(saved)}"
+        )
 
 
 def count_checkpoints_to_keep(plan: Plan) -> int:
@@ -69,17 +104,17 @@ def handle_divergence(error: DivergenceError, program: Program, run: Run, checkp
     if len(skipped) >= MAX_ROLLBACKS:
         group.run_on_main_process(lambda: _write_bundle(problem, steps, batches, error.state, program, run))
         content = "has the batches, statistics, recipe, and how to repeat it"
-        return DivergedError(f"{problem}, and not for the first time; {run.folder / BUNDLE} {content}")
+        return DivergedError(f"{problem}, again after a rollback; {run.folder / BUNDLE} {content}")
     with suppress(CheckpointNotSavedError):  # that checkpoint would be too new to roll back to
         checkpoints.wait()
+    target = max((step for step in checkpoints.steps() if step <= steps.start), default=0)
+    if not target:
+        checkpoints.forget()  # first: a run that is killed after the moves would seem to have lost its checkpoints
     for step in [step for step in checkpoints.steps() if step > steps.start]:
         checkpoints.move_aside(step, UNDONE)
     first, last = int(batches[0]), int(batches[-1])
-    text = json.dumps({"batches": [*([gap.start, gap.stop - 1] for gap in skipped), [first, last]]})
-    group.run_on_main_process(lambda: write_atomically(run.folder / SKIPPED_BATCHES, text))
-    target = checkpoints.newest() or 0
-    if not target:
-        checkpoints.forget()
+    text = json.dumps(describe_skipped_batches([*skipped, range(first, last + 1)]))
+    group.run_on_main_process(lambda: write_durably(run.folder / SKIPPED_BATCHES, text))
     return RolledBackError(f"{problem}; rolling back to step {target:,}, and skipping batches {first:,} to {last:,}")
 
 

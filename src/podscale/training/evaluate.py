@@ -27,23 +27,29 @@ class Evaluator:
         self._program = program
         self.unreadable_images: list[str] = []
         self.predictions = np.zeros((0, 3), np.float32)
-        self._call, arguments = compile_eval_step(program, run)
+        self._compilation, self._arguments = compile_eval_step(program, run)
         self._resident: list[prefetch.Batch] = []  # all batches, where the images live on the devices
-        if program.plan.input.is_resident:
+
+    def wait_for_compiler(self) -> None:
+        """Return once the evaluation can start at once."""
+        call = self._compilation.get()
+        if self._program.plan.input.is_resident and not self._resident:
             with self._load_batches() as batches:
                 self._resident = list(batches)
-            jax.block_until_ready(self._call(*zeros_like(arguments)))  # as in `compilation.compile_train_step`
+            jax.block_until_ready(call(*zeros_like(self._arguments)))  # as in `compilation.compile_train_step`
 
     def __call__(self, state: State) -> dict[str, float]:
         """Return accuracy, top-5 accuracy and mean loss over all validation examples.
 
         Uses the averaged weights if the recipe has an average.
         """
+        self.wait_for_compiler()
+        call = self._compilation.get()
         program, weights = self._program, state.average or {"params": state.params, "stats": state.stats}
         counts, predictions = placement.replicate(steps.zero_counts(), program.mesh), []
         with self._load_batches() if not self._resident else nullcontext(self._resident) as batches:
             for batch in batches:
-                counts, predicted = self._call(weights["params"], weights["stats"], batch.images, batch.labels, counts)
+                counts, predicted = call(weights["params"], weights["stats"], batch.images, batch.labels, counts)
                 predictions.append(predicted)
             self.unreadable_images = batches.bad_images.pop_messages() if isinstance(batches, prefetch.Batches) else []
         totals = jax.device_get(counts)

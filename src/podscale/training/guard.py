@@ -1,10 +1,10 @@
-"""Guard a training: what could go wrong between two calls of the compiled step, and who notices."""
+"""Guard a training: detect what can go wrong between two calls of the compiled step."""
 
 from contextlib import ExitStack
 from typing import Self
 
 from podscale.processes import group
-from podscale.processes.membership import REGROUP, GenerationEndedError, get_membership
+from podscale.processes.elastic.membership import REGROUP, GenerationEndedError, get_membership
 from podscale.processes.stragglers import StragglerCheck
 from podscale.processes.watchdog import Watchdog
 from podscale.runs.startup import clock as start_clock
@@ -32,7 +32,7 @@ class Guard:
         self._exits.__exit__(*error)  # type: ignore[arg-type]
 
     def watch(self, call: range, part: str) -> None:
-        """Note that the run moves: it is at this part of this call."""
+        """Record progress: the run is at this part of this call."""
         self._watchdog.record_progress(call.start, part)
 
     def check(self, call: range, state: State, metrics: Metrics, *, saving: bool) -> None:

@@ -1,8 +1,8 @@
 """Initial weights: start a training from the arrays of another run or of a weights file (`model.init`).
 
 Arrays are matched by name, such as `layers.0.conv.kernel`. Parameters and running statistics share one table, since no
-two of them have the same name. Only the head may have another size; it then keeps its random initialization, as it does
-where the source names its classes and they are others.
+two of them have the same name. Only the head may have another size. It is taken only from a source that names the same
+classes: else it keeps its random initialization, also if it happens to have the right size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from podscale.models.weights.layouts import adapt_tensors
 from podscale.models.weights.names import digest_arrays, digest_file, name_arrays
 from podscale.runs.bucket import resolve_folder
 from podscale.runs.folder import Run
-from podscale.training.trained import load_trained
+from podscale.training.restore import load_trained
 
 REQUIRED = "required"  # as `model.init`: the recipe makes no sense from scratch
 
@@ -34,14 +34,17 @@ class InitialWeights(NamedTuple):
     digest: str  # of the source's content
     loaded_arrays: int
     reinitialized: list[str]  # names of arrays that keep their random initialization: the head, for other classes
+    reason: str = ""  # why they do
 
     def describe(self) -> str:
-        """Return one sentence for people: how many arrays were loaded, and which were not."""
+        """Return one sentence for people: how many arrays were loaded, which were not, and why."""
         if not self.reinitialized:
             return f"initialized from {self.source}: all {self.loaded_arrays} arrays taken"
         names = ", ".join(self.reinitialized)
         taken = f"{self.loaded_arrays} arrays taken"
-        return f"initialized from {self.source}: {taken}, the head randomly initialized ({names})"
+        return (
+            f"initialized from {self.source}: {taken}, the head randomly initialized ({names}), because {self.reason}"
+        )
 
     def to_dict(self) -> JsonObject:
         """Return what `init.json` in the run's folder holds."""
@@ -69,25 +72,25 @@ def initialize_from(
     Args:
         source: a run's folder, a file of ours or in another layout (`models/weights/layouts.py`), or `hub:OWNER/NAME`.
         net: the model that the arrays are for.
-        params: randomly initialized parameters; the head keeps them if it has another size in the source.
+        params: randomly initialized parameters; the head keeps them unless the source has one for these classes.
         stats: initial running statistics.
-        classes: of the data set, in the order of the logits; the head keeps its random initialization if the source
-            names others. Empty: they are not known.
+        classes: of the data set, in the order of the logits; the head keeps its random initialization unless the
+            source names the same ones. Empty: they are not known, and the head is taken if its size is right.
 
     Raises:
         UserError: the source cannot be read, or an array outside the head is missing, superfluous or has another shape.
     """
     weights = read_weights(source)
     try:
-        tensors = adapt_tensors(net.build_module(params, stats), weights.tensors)
+        tensors = adapt_tensors(net.build_module(params, stats), weights.tensors, source)
         arrays = name_arrays(params, stats)
         _check_fits(tensors, arrays, net.head)
     except UserError as error:
         raise UserError(f"the weights in {source} do not fit: {error}") from None
     head = [name for name in arrays if is_within(name, (net.head,))]
-    has_other_classes = bool(classes) and weights.classes is not None and weights.classes != tuple(classes)
     has_other_size = any(_get_shape(tensors, name) != arrays[name].shape for name in head)
-    reinitialized = head if has_other_size or has_other_classes else []
+    reason = "it has another size" if has_other_size else _find_difference(weights.classes, classes)
+    reinitialized = head if reason else []
 
     def fill(tree: Tree) -> Tree:
         leaves = [
@@ -97,7 +100,7 @@ def initialize_from(
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     loaded = len(arrays) - len(reinitialized)
-    return InitialWeights(fill(params), fill(stats), source, weights.digest, loaded, reinitialized)
+    return InitialWeights(fill(params), fill(stats), source, weights.digest, loaded, reinitialized, reason)
 
 
 def check_source(source: str) -> None:
@@ -109,7 +112,8 @@ def check_source(source: str) -> None:
     if source == REQUIRED:
         raise UserError(
             "this recipe fine-tunes: name initial weights with --init (a run's folder, a .safetensors file, "
-            "torchvision's resnet50-*.pth, or hub:OWNER/NAME), or train from scratch with `podscale train imagefolder`"
+            "torchvision's resnet50-*.pth, or hub:timm/resnet50.a1_in1k) and train the last layer with --freeze body, "
+            "or train from scratch with `podscale train imagefolder`"
         )
 
 
@@ -128,6 +132,15 @@ def read_weights(source: str) -> SourceWeights:
     trained = load_trained(run)
     tensors = {name: np.asarray(array) for name, array in name_arrays(trained.params, trained.stats).items()}
     return SourceWeights(tensors, tuple(run.classes()), digest_arrays(tensors))
+
+
+def _find_difference(theirs: tuple[str, ...] | None, classes: Sequence[str]) -> str:
+    """Return why a head for these classes may not be one for the data set's; "" if it is, or if those are unknown."""
+    if not classes or theirs == tuple(classes):
+        return ""
+    if theirs is None:
+        return "the source does not name its classes, as `labels` in the metadata of a .safetensors file would"
+    return "the source is for other classes, or for the same in another order"
 
 
 def _check_fits(tensors: dict[str, np.ndarray], arrays: Mapping[str, jax.Array], head: str) -> None:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from podscale import pod as pods
 from podscale.config.json_types import JsonObject
-from podscale.config.options import Options
+from podscale.config.options import Options, check_options
 from podscale.config.stop_condition import StopCondition
 from podscale.errors import PreemptedError, SavedInterruptError, UserError
 from podscale.pod import Pod
@@ -24,18 +24,18 @@ from podscale.processes import group, heartbeat
 from podscale.recipe import Recipe
 from podscale.runs.bucket import resolve_folder
 from podscale.runs.folder import Run
-from podscale.training.checkpoint import CheckpointNotSavedError, LastCheckpointNotSavedError
+from podscale.training.checkpoint.checkpoints import CheckpointNotSavedError, LastCheckpointNotSavedError
+from podscale.training.checkpoint.last import save_last
 from podscale.training.compilation import compile_train_step
 from podscale.training.divergence import RolledBackError, handle_divergence, read_skipped_batches
 from podscale.training.evaluate import Evaluator
 from podscale.training.guard import Guard
 from podscale.training.initial_weights import check_source
-from podscale.training.last_checkpoint import save_last
 from podscale.training.nonfinite import DivergenceError
 from podscale.training.out_of_memory import explain_out_of_memory
 from podscale.training.preemption import StopRequest
 from podscale.training.replicas import ReplicaMismatchError
-from podscale.training.reporters import trackers
+from podscale.training.reporters import make, trackers
 from podscale.training.session import OpenRun, Request, Settings, SettingsDict, open_session, warn
 from podscale.training.setup import load_train_batches
 from podscale.training.snapshots import Snapshots, run_generations
@@ -67,8 +67,9 @@ def train(
         recipe: what to train.
         pod: the devices to train on, or a function that finds them; all devices of this machine by default.
         options: how to run it.
-        model: a flax.nnx module from images [n, h, w, 3] to logits [n, classes], instead of the recipe's own; without
-            random state, such as dropout, which would learn something else on every pod.
+        model: a flax.nnx module from images [n, h, w, 3] to logits [n, classes], instead of the recipe's own. Its
+            `nnx.Dropout` layers are replaced by keyed ones; another random layer derives from `RandomLayer`, because
+            with random state of its own it would learn something else on every pod.
         folder: the run's folder. The default belongs to the recipe, so that the same call resumes the run.
         until: stop at the first evaluation that meets this condition.
         **settings: any of
@@ -98,7 +99,9 @@ def train(
         2
     """
     others = Settings(**settings)
+    check_options(options)
     trackers.check_trackers(others.track)
+    make.check_callbacks(others.callbacks)
     check_source(recipe.model.init)
     folder = resolve_folder(folder) if folder else Run.default_folder(recipe, model)
     Run.check(folder, recipe, others.allow_changed)
@@ -121,7 +124,7 @@ def _run_sessions(request: Request) -> JsonObject:
         except ReplicaMismatchError as error:
             rollbacks += 1
             if rollbacks > MAX_ROLLBACKS:
-                raise UserError(f"{error}, and not for the first time; have that device replaced") from None
+                raise UserError(f"{error}, again after a rollback; have that device replaced") from None
             warn(request.console, f"{error}; rolling back to the last checkpoint")
         except RolledBackError as error:
             warn(request.console, str(error))
@@ -136,9 +139,9 @@ def _run_session(request: Request) -> JsonObject:
             excess = f": after step {run.start:,}, and the recipe has {steps:,}" if run.start > steps else ""
             message = f"{run.events.run.where} is already finished{excess}"
             run.console.print(message, highlight=False, markup=False)
-            if run.events.run.summary():
+            if run.events.run.summary().get("steps") == run.start:
                 return run.accounts.load_past_summary()
-            run.events.report_end(run.start)  # it was killed after its last checkpoint, and before its summary
+            run.events.report_end(run.start)  # killed after its last checkpoint: a summary is that of an earlier end
             run.accounts.ensure_summary()
             return run.accounts.summary
         try:
@@ -168,7 +171,11 @@ def run_training(run: OpenRun, state: State, stop: StopRequest) -> int:
     program, plan, events, checkpoints = run.program, run.program.plan, run.events, run.checkpoints
     calls, eval_steps, save_steps = plan.calls(run.start), set(plan.eval_steps()), plan.save_points()
     with events.phase("compile"), run.console.status("compiling"):
-        train_step, evaluate = compile_train_step(program, events.run), Evaluator(program, events.run)
+        evaluate = Evaluator(program, events.run)  # compiled in a thread, while this one compiles the train step
+        try:
+            train_step = compile_train_step(program, events.run)
+        finally:
+            evaluate.wait_for_compiler()
     with load_train_batches(program, calls, read_skipped_batches(events.run.folder)) as batches, Guard(run) as guard:
         events.report_start(run.start)
         for number, call in enumerate(calls):
@@ -200,7 +207,8 @@ def run_training(run: OpenRun, state: State, stop: StopRequest) -> int:
                 with events.phase("checkpoint"), events.tolerate(CheckpointNotSavedError):
                     checkpoints.wait()
                 raise stop.make_error(call.stop, group.broadcast_int(checkpoints.newest() or 0))
-    with events.phase("checkpoint"):
-        save = partial(checkpoints.save, call.stop, program.to_checkpoint(state), accuracy)
-        save_last(save, call.stop, checkpoints, events, map(stop.is_requested, count(number + 1)))
+        with events.phase("checkpoint"):
+            save = partial(checkpoints.save, call.stop, program.to_checkpoint(state), accuracy)
+            progress = partial(guard.watch, call, "save the last state")
+            save_last(save, call.stop, checkpoints, events, map(stop.is_requested, count(number + 1)), progress)
     return call.stop

@@ -82,7 +82,7 @@ def check_memory(plan: Plan) -> None:
     if (need := memory.total(plan.micro_images, plan.input_images)) <= limit:
         return
     sizes = (f"{number / 2**30:,.1f} GiB" for number in (need, limit))
-    problem = "batch.size {:,} needs about {} of memory per device, and there are {}".format(
+    problem = "batch.size {:,} needs about {} of memory per device, but only {} are available".format(
         plan.recipe.batch.size, *sizes
     )
     batch = plan.images_per_device // 2

@@ -31,7 +31,7 @@ class NonfiniteCounter:
 
         Args:
             limit: consecutive skipped updates that are too many; 0 is never.
-            journal: earlier updates, so that a run that was stopped inside a streak resumes inside it.
+            journal: earlier updates, so that a resumed run continues an interrupted count.
         """
         self._limit, self._count, self._next = limit, 0, 0
         for line in journal:

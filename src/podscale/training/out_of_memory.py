@@ -15,7 +15,7 @@ OUT_OF_MEMORY = re.compile(
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Turn JAX's error about a full device memory inside the block into a `UserError`."""
+    """Turn JAX's out-of-memory errors inside the block into a `UserError`."""
     try:
         yield
     except RuntimeError as error:  # jax.errors.JaxRuntimeError is one; this module does not import JAX

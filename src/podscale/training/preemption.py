@@ -20,12 +20,13 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-from podscale.errors import PreemptedError, SavedInterruptError
-from podscale.processes.membership import SAVE, get_membership
+from podscale.errors import PreemptedError, SavedInterruptError, describe_start
+from podscale.processes.elastic.membership import SAVE, get_membership
+from podscale.processes.exit_codes import INTERRUPTED, PREEMPTED, RESUME_HINT
+from podscale.processes.process_end import end_within
 from podscale.report.notebook import is_notebook
 
 GRACE_S = 3.0  # in which the main thread may end by itself before the first update
-INTERRUPTED, PREEMPTED = 130, 75  # exit codes, as in `cli.main`
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -77,8 +78,7 @@ class StopRequest:
 
     def describe_start(self) -> str:
         """Return what the same command will do, if this session has done nothing yet."""
-        again = f"resumes after step {self._step:,}" if self._step else "starts again"
-        return f"no step was done since the start, and the same command {again}"
+        return f"no step was completed in this session; the same command {describe_start(self._step)}"
 
     @property
     def has_progress(self) -> bool:
@@ -140,9 +140,7 @@ class _Watcher:
                 continue
             received.append(data[0])
             if received.count(signal.SIGINT) > 1 and self._request.has_progress:
-                self._end(
-                    "ended at once; the same command resumes from the last checkpoint, if there is one", INTERRUPTED
-                )
+                self._end(f"ended at once; {RESUME_HINT}", INTERRUPTED)
             elif not self._request.has_progress:
                 threading.Thread(target=self._end_unless_stopped, args=(data[0],), daemon=True).start()
             elif data[0] == signal.SIGINT:
@@ -154,6 +152,7 @@ class _Watcher:
             self._end(f"stopped; {self._request.describe_start()}", code)
 
     def _end(self, text: str, code: int) -> None:
+        end_within(code)
         _print(text)
         os._exit(code)
 

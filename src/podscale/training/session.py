@@ -24,7 +24,7 @@ from podscale.models import registry
 from podscale.models.weights.names import digest_file
 from podscale.pod import Pod
 from podscale.processes import group
-from podscale.processes.membership import get_membership
+from podscale.processes.elastic.membership import get_membership
 from podscale.recipe import Recipe
 from podscale.report.counter import show_progress
 from podscale.report.notebook import is_notebook
@@ -38,9 +38,14 @@ from podscale.runs.startup import clock as start_clock
 from podscale.storage.files import write_atomically
 from podscale.storage.lock import FolderLock
 from podscale.training.advice import describe_decoding, list_warnings
-from podscale.training.checkpoint import Checkpoints, DamagedCheckpointError
-from podscale.training.checkpoint_store import open_checkpoint_store
-from podscale.training.divergence import count_checkpoints_to_keep
+from podscale.training.checkpoint.checkpoints import Checkpoints, DamagedCheckpointError
+from podscale.training.checkpoint.store import open_checkpoint_store
+from podscale.training.divergence import (
+    check_skipped_batches,
+    count_checkpoints_to_keep,
+    describe_skipped_batches,
+    read_skipped_batches,
+)
 from podscale.training.initial_weights import InitialWeights
 from podscale.training.memory import check_memory
 from podscale.training.nonfinite import NonfiniteCounter
@@ -147,13 +152,17 @@ def open_session(request: Request) -> Iterator[OpenRun]:
     _show_plan(program, weights, facts, console)
     for message in list_warnings(program, facts, is_new=is_new):
         warn(console, message)
-    with lock, Checkpoints(run.checkpoints, count_checkpoints_to_keep(program.plan), about=facts) as checkpoints:
+    keep = count_checkpoints_to_keep(program.plan)
+    skipped = read_skipped_batches(run.folder)
+    about = facts | ({"left_out": describe_skipped_batches(skipped)} if skipped else {})
+    with lock, Checkpoints(run.checkpoints, keep, about=about, check_owner=lock.check) as checkpoints:
         with ledger.measure("restore"):
             if request.snapshots.find_step() >= 0:
                 state, start = request.snapshots.restore(program)
-                console.print(f"going on after step {start:,}", highlight=False)
+                console.print(f"resuming after step {start:,}", highlight=False)
             else:
                 state, start = resume(program, checkpoints, console, settings, initialized=is_new)
+                check_skipped_batches(run.folder, start, checkpoints.read_about(start) if start else None)
         session = Session(run, program.plan, ledger, start, request.until, _forecast_step(program))
         past = session.read_past()
         accounts = Accounts(session, past)
@@ -252,6 +261,7 @@ def resume(
             console.print(f"resuming after step {newest:,}", highlight=False)
             return state, newest
         aside = checkpoints.move_aside(newest)
+        problem = problem or "another process does not read what was saved"
         warn(console, f"checkpoint {newest} is damaged ({problem}); it was moved to {aside}")
     if not settings.from_scratch:
         checkpoints.check_nothing_lost()

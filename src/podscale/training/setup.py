@@ -4,21 +4,20 @@
 also: opening the data set, initial weights, and caching images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from numpy.typing import NDArray
 
 from podscale import plan as plans
 from podscale import pod as pods
-from podscale.config.options import Options
+from podscale.config.options import Options, check_options
 from podscale.data import cache, decode, loader, prefetch
-from podscale.data.balance import make_order
+from podscale.data.balance import check_order
 from podscale.data.files import Progress
 from podscale.data.index.dataset import NO_IMAGES, Index, Splits, check_classes, open_index
 from podscale.data.order import check_lanes
@@ -28,11 +27,7 @@ from podscale.forecast.compute import list_recipe_matrices
 from podscale.forecast.orthogonalization import choose_group, count_update_bytes
 from podscale.models import registry
 from podscale.models.functional import FunctionalModel, make_functional
-from podscale.optim import optimizers, schedules
-from podscale.optim.muon import Sharing
-from podscale.optim.muon_matrices import name_parameter
-from podscale.parallel.shared_matrices import GROUP_AXES
-from podscale.parallel.strategies import find_summation
+from podscale.optim import schedules
 from podscale.plan import Counts, Plan
 from podscale.pod import Pod
 from podscale.processes import group
@@ -43,8 +38,8 @@ from podscale.training.device_input import resident
 from podscale.training.initial_weights import InitialWeights
 from podscale.training.memory import estimate_memory
 from podscale.training.program import Program, Weights
+from podscale.training.update_rule import make_update_rule
 
-SAMPLES_AT_ONCE = 2**20  # whose bytes are counted at once
 FIT_IMAGES = 5000  # training images that a model's `fit_parameters` gets at most
 
 
@@ -64,13 +59,14 @@ def prepare(
         model: a flax.nnx module instead of the recipe's own.
         progress: called while the data set is indexed.
     """
+    check_options(options)
     data = open_index(recipe.data, progress, group.share_bytes)
     check_classes(data, recipe.data)
     start_clock.mark("index")
     digests = {"recipe": recipe.digest(), "data": data.digest()}
     group.check_same(digests, "give all processes the same command, and all hosts the same data")
     counts = Counts(len(data.train), len(data.val), len(data.classes))
-    make_order(recipe, data.train.labels)  # refuses what cannot be ordered
+    check_order(recipe, data.train.labels)
     return resolve(recipe, pod, counts, options, model, data)
 
 
@@ -87,29 +83,33 @@ def resolve(
     Works from counts alone: the images need not exist, and a model may be abstract. All processes must call it: it may
     time messages between them.
     """
+    check_options(options)
     model = model or registry.build_model(recipe.model, counts.classes, recipe.data.image_size, recipe.train.seed)
     _check_sizes(recipe, counts.classes)
     net, params, stats = make_functional(model, recipe.model.freeze)
+    is_remat = options.remat == "on" or getattr(model, "remat", False)
     net = use_remat(model, recipe) if options.remat == "on" else net
     parameters = sum(leaf.size for leaf in jax.tree.leaves(net.split(params)[0]))
     options = resident.resolve_cache(options, recipe, pod, data) if len(data.train) else options
     choice = choose_summation(options, pod, parameters)
-    schedule = schedules.make_schedule(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
     matrices = list_recipe_matrices(recipe, net, params)
     choice = choice._replace(options=choose_group(choice.options, pod, matrices, recipe.optimizer.newton_schulz))
-    optimizer = _make_optimizer(recipe, net, schedule, choice.options)
+    times = schedules.count_times(recipe, recipe.steps(counts.train), counts.train / recipe.batch.size)
+    rule = make_update_rule(recipe, net, choice.options, times)
 
     def make_plan(net: FunctionalModel) -> Plan:
-        memory = estimate_memory(recipe, net, params, stats, optimizer)
+        memory = estimate_memory(recipe, net, params, stats, rule.optimizer)
         memory = replace(memory, update=count_update_bytes(choice.options, pod, matrices))
         return plans.make_plan(recipe, pod, counts, choice.options, memory)
 
     plan = make_plan(net)
     if options.remat == "auto" and not plan.fits_memory and getattr(model, "remat", True) is False:
-        net = use_remat(model, recipe)
+        net, is_remat = use_remat(model, recipe), True
         plan = make_plan(net)
-    plan = plans.set_remat(plan, is_on=bool(getattr(model, "remat", False)))
-    return Program(plan, net, optimizer, schedule, Weights(*jax.device_get((params, stats))), choice, data)
+    plan = plans.set_remat(plan, is_on=bool(is_remat))
+    plan = plan if plan.kernels and net.can_use(plan.kernels) else replace(plan, kernels=None)
+    weights = Weights(*jax.device_get((params, stats)))
+    return Program(plan, net, rule.optimizer, rule.schedule, weights, choice, data)
 
 
 def _check_sizes(recipe: Recipe, classes: int) -> None:
@@ -125,15 +125,16 @@ def _check_sizes(recipe: Recipe, classes: int) -> None:
 
 
 def use_remat(model: nnx.Module, recipe: Recipe) -> FunctionalModel:
-    """Return a model as functions that compute each layer again in the backward pass.
+    """Return a model as functions that compute each layer again in the backward pass; the model stays as it is.
 
     Raises:
         UserError: it is none of the networks that can.
     """
     if not hasattr(model, "remat"):
         raise UserError(f"plan.remat on: a {type(model).__name__} cannot compute its layers again; leave it out")
-    model.remat = True
-    return make_functional(model, recipe.model.freeze)[0]
+    rematerialized = make_functional(model, recipe.model.freeze)[0].build_abstract_module()
+    rematerialized.remat = True
+    return make_functional(rematerialized, recipe.model.freeze)[0]
 
 
 def describe_program(plan: Plan) -> Program:
@@ -142,21 +143,9 @@ def describe_program(plan: Plan) -> Program:
     model = _describe_model(recipe, plan.counts.classes)
     net, params, stats = make_functional(model, recipe.model.freeze)
     net = use_remat(model, recipe) if plan.options.remat == "on" else net
-    schedule = schedules.make_schedule(recipe, plan.steps, plan.steps_per_epoch)
-    optimizer = _make_optimizer(recipe, net, schedule, plan.options)
-    return Program(plan, net, optimizer, schedule, Weights(params, stats), Choice(plan.options, {}, ""))
-
-
-def _make_optimizer(
-    recipe: Recipe, net: FunctionalModel, schedule: optax.Schedule, options: Options
-) -> optax.GradientTransformation:
-    """Return the optimizer of what the summation lets each device update; devices may share work on matrices."""
-    summation = find_summation(options.summation)
-    shapes = {name_parameter(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(net.get_param_shapes())}
-    shared_map = summation.share_matrices(GROUP_AXES[options.orthogonalize])
-    sharing = Sharing(shapes, shared_map) if shared_map else None
-    rule = optimizers.make_optimizer(recipe, schedule, summation.norms, stem=net.stem, head=net.head, sharing=sharing)
-    return net.wrap_optimizer(rule)
+    times = schedules.count_times(recipe, plan.steps, plan.steps_per_epoch)
+    rule = make_update_rule(recipe, net, plan.options, times)
+    return Program(plan, net, rule.optimizer, rule.schedule, Weights(params, stats), Choice(plan.options, {}, ""))
 
 
 def _describe_model(recipe: Recipe, classes: int) -> nnx.Module:
@@ -166,7 +155,9 @@ def _describe_model(recipe: Recipe, classes: int) -> nnx.Module:
 
 
 def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
-    """Return the plan of a recipe on a pod, without building the model or using a device.
+    """Return the plan of a recipe on a pod, without the model's arrays.
+
+    All processes of a pod that is present must call it: it may time messages between their machines.
 
     Args:
         recipe: what to train. The data set need not be on this machine if the recipe gives its counts
@@ -183,7 +174,7 @@ def plan_recipe(recipe: Recipe, pod: Pod, options: Options) -> Plan:
     Examples:
         >>> import podscale
         >>> recipe = podscale.load_recipe("digits")
-        >>> plan = podscale.make_plan(recipe, podscale.named_pod("cpu:2x2"), podscale.Options())
+        >>> plan = podscale.make_plan(recipe, podscale.parse_pod("cpu:2x2"), podscale.Options())
         >>> plan.pod.size, plan.counts.train, plan.micro_batches
         (4, 1437, 1)
     """
@@ -215,7 +206,7 @@ def plan_counts(recipe: Recipe, pod: Pod, options: Options, counts: Counts) -> P
 def initialize(program: Program) -> tuple[Program, InitialWeights | None]:
     """Return the program with the weights that a run from scratch starts from, and where they come from, if not random.
 
-    A model's `fit_parameters` runs only where it leaves a trace: not if initial weights replace all parameters.
+    A model's `fit_parameters` runs only where its result is used: not if initial weights replace all parameters.
     """
     if not program.plan.recipe.model.init:
         return fit_model(program), None
@@ -269,8 +260,8 @@ def fit_parameters(program: Program, resident_images: jax.Array | None = None) -
         inputs = (images / np.float32(255) - mean) / std
     else:
         inputs = _normalize_samples(resident_images, samples, mean, std)
-    fitted = program.net.build_abstract_module().fit_parameters(inputs)
-    return group.broadcast_arrays({name: np.asarray(array) for name, array in fitted.items()})
+    parameters = program.net.build_abstract_module().fit_parameters(inputs)
+    return group.broadcast_arrays({name: np.asarray(array) for name, array in parameters.items()})
 
 
 @jax.jit
@@ -303,20 +294,30 @@ def cache_images(program: Program) -> Program:
         options.cache_gib * 2**30 if options.cache_gib else cache.DEFAULT_MEMORY_SHARE * cache.measure_free_memory()
     )
     limit = int(allowed) // group.count_local_processes()
-    samples = loader.list_train_samples(plan, pods.make_batch_sharding(program.mesh, axis=2))
-    train = _cache_split(data.train, samples, options.cache, limit, plan.recipe.train.epochs)
+    sharding = pods.make_batch_sharding(program.mesh, axis=2)
+    train = _cache_split(
+        data.train,
+        lambda: loader.iterate_train_samples(plan, sharding),
+        options.cache,
+        limit,
+        plan.recipe.train.epochs,
+    )
     limit -= train.cache.memory.size if train.cache else 0
     samples = loader.list_eval_samples(len(data.val), pods.make_batch_sharding(program.mesh), plan.eval_images)
-    val = _cache_split(data.val, samples, options.cache, limit, len(plan.eval_steps()))
+    val = _cache_split(data.val, lambda: iter([samples]), options.cache, limit, len(plan.eval_steps()))
     return replace(program, data=replace(data, train=train, val=val))
 
 
-def _cache_split(index: Index, samples: NDArray[np.int64], option: str, limit: int, passes: float) -> Index:
-    parts = np.array_split(samples, 1 + len(samples) // SAMPLES_AT_ONCE)
-    encoded = sum(cache.compute_cache_bytes(index.count_encoded_bytes(part)) for part in parts)
-    decoded = sum(cache.compute_cache_bytes(index.count_decoded_bytes(part)) for part in parts)
+def _cache_split(
+    index: Index, iterate: Callable[[], Iterator[NDArray[np.int64]]], option: str, limit: int, passes: float
+) -> Index:
+    """Return the index with a cache of the samples that `iterate` yields in parts, if it fits."""
+    encoded = decoded = 0
+    for samples in iterate():
+        encoded += cache.compute_cache_bytes(index.count_encoded_bytes(samples))
+        decoded += cache.compute_cache_bytes(index.count_decoded_bytes(samples))
     kind = cache.choose_kind(option, encoded, decoded, limit, passes)
-    return index.with_cache(kind, samples) if kind else index
+    return index.with_cache(kind, np.concatenate(list(iterate()))) if kind else index
 
 
 def describe_input(program: Program) -> dict[str, object]:

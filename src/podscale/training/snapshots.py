@@ -19,7 +19,7 @@ from podscale.parallel.placement import replicate
 from podscale.plan import Plan
 from podscale.pod import Pod, shape_cluster
 from podscale.processes import group, heartbeat
-from podscale.processes.membership import GenerationEndedError, get_membership
+from podscale.processes.elastic.membership import GenerationEndedError, get_membership
 from podscale.runs.startup import clock as start_clock
 from podscale.training.program import Program
 from podscale.training.step import State

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 from podscale.kernels.layer_spec import HOPPER
 from podscale.models.functional import FunctionalModel, Tree
@@ -29,6 +29,7 @@ from podscale.recipe import Recipe, find_largest_size
 from podscale.training import views
 from podscale.training.device_input import augment
 from podscale.training.losses import compute_losses
+from podscale.training.update_rule import Scalars, UpdateRule
 
 # Text, truth values and numbers; what JAX declares leaves out the numbers.
 CompilerOptions: TypeAlias = dict[str, Any]
@@ -36,6 +37,7 @@ CompilerOptions: TypeAlias = dict[str, Any]
 # What XLA puts into CUDA graphs: its default, and convolutions and loops.
 GRAPHED_OPERATIONS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION,CONDITIONAL,WHILE"
 GRAPHED_MODELS = ("cifarnet",)  # models that were faster with it where images live on the device
+STEPS_TO_TUNE = 30_000  # from so many on, a faster step earns back the time that trying more kernels takes
 OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
 Images = UInt8[Array, "micro_batches images height width 3"]  # of one device and update
 Labels = Int[Array, "micro_batches images"]
@@ -87,7 +89,7 @@ def make_train_call(
     schedule: optax.Schedule,
     mesh: Mesh,
     *,
-    takes_seed: bool = False,
+    bind: Callable[[Scalars], UpdateRule] | None = None,
 ) -> jax.stages.Wrapped:
     """Return the jitted call: (state, batch [S, M, B/M, ...], labels [S, M, B/M], count, *residents) -> state, metrics.
 
@@ -95,26 +97,25 @@ def make_train_call(
     are done; the metrics [S] of the others are zero. What the batch holds of each image, and which arrays stay on the
     devices as `residents`, is `plan.input`'s to say.
 
-    With `takes_seed` the last argument is the seed, a uint32, which replaces the recipe's.
+    With `bind` the last argument is `Scalars`, from which `bind` makes the update rule instead.
     """
-    step = TrainStep(net.use_kernels(plan.kernels), plan, optimizer, schedule)
-    size = plan.recipe.data.image_size
+    size, constant_rule = plan.recipe.data.image_size, UpdateRule(plan.recipe, optimizer, schedule)
 
-    def call(state: State, batch: Array, labels: Array, count: Array, *more: Array) -> tuple[State, Metrics]:
-        residents, seed = (more[:-1], more[-1]) if takes_seed else (more, None)
+    def call(state: State, batch: Array, labels: Array, count: Array, *more: PyTree) -> tuple[State, Metrics]:
+        residents, rule = (more[:-1], bind(more[-1])) if bind else (more, constant_rule)
+        step = TrainStep(net.use_kernels(plan.kernels), plan, rule)
 
         def get_batch(i: int | Array) -> tuple[Array, Array]:
             return plan.input.get_images(batch[i], residents, size), labels[i]
 
-        update = partial(step.update, seed=seed)
         if plan.steps_per_call == 1:
-            return _update_once(plan, update, state, *get_batch(0))
-        return _update_often(plan, update, state, get_batch, count)
+            return _update_once(plan, step.update, state, *get_batch(0))
+        return _update_often(plan, step.update, state, get_batch, count)
 
     layout = StateLayout(plan.summation, mesh, optimizer, net.get_param_shapes())
     everywhere, data = P(), P(None, None, BATCH_AXES)
     state_specs = (everywhere, everywhere, everywhere, layout.specs, everywhere)
-    whole = [everywhere for _ in plan.input.describe_residents(size, plan.counts.train)] + [everywhere] * takes_seed
+    whole = [everywhere for _ in plan.input.describe_residents(size, plan.counts.train)] + [everywhere] * bool(bind)
     mapped = jax.shard_map(
         call,
         mesh=mesh,
@@ -179,16 +180,31 @@ def make_compiler_options(plan: Plan) -> CompilerOptions:
 
     Without a limit on the size of a sum, the TPU compiler merges all buckets into one sum, which cannot start before
     the backward pass has ended.
-
-    On one GPU the whole loop of a call becomes one CUDA graph, convolutions included, for models that were faster so.
     """
     platform = plan.pod.devices[0].platform if plan.pod.devices else ""
-    has_short_updates = plan.input.is_resident and plan.recipe.model.name in GRAPHED_MODELS
-    if platform == "gpu" and plan.pod.size == 1 and (has_short_updates or plan.kernels == HOPPER):
-        return {"xla_gpu_enable_command_buffer": GRAPHED_OPERATIONS}
+    if platform == "gpu":
+        return _make_gpu_options(plan)
     if platform == "tpu" and plan.transfer.bucket_bytes:
         return {"xla_jf_crs_combiner_threshold_in_bytes": plan.transfer.bucket_bytes}
     return {}
+
+
+def _make_gpu_options(plan: Plan) -> CompilerOptions:
+    """Return what shortens compilation, and what shortens updates.
+
+    XLA tries dozens of Triton kernels for every matrix product, and compares the results of all that it tries. Without
+    both, compiling takes a third less time. Only the many products of optimizers such as Muon are slower for it, by a
+    few percent of a small step, which counts in long trainings.
+
+    On one GPU the whole loop of a call becomes one CUDA graph, convolutions included, for models that were faster so.
+    """
+    has_short_updates = plan.input.is_resident and plan.recipe.model.name in GRAPHED_MODELS
+    options: CompilerOptions = {"xla_gpu_autotune_level": "2"}
+    if not has_short_updates and (plan.kernels is not None or plan.steps < STEPS_TO_TUNE):
+        options["xla_gpu_enable_triton_gemm"] = False
+    if plan.pod.size == 1 and (has_short_updates or plan.kernels == HOPPER):
+        options["xla_gpu_enable_command_buffer"] = GRAPHED_OPERATIONS
+    return options
 
 
 @dataclass(frozen=True)
@@ -197,15 +213,12 @@ class TrainStep:
 
     net: FunctionalModel
     plan: Plan
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+    rule: UpdateRule
 
-    def update(
-        self, state: State, images: Images, labels: Labels, *, seed: Array | None, trains_stem: bool
-    ) -> tuple[State, Metrics]:
+    def update(self, state: State, images: Images, labels: Labels, *, trains_stem: bool) -> tuple[State, Metrics]:
         """Do one update with this device's images; the first layer has no gradient unless `trains_stem`."""
-        recipe = self.plan.recipe
-        grads, moments, counts = self.sum_micro_batches(state, images, labels, seed, trains_stem)
+        recipe = self.rule.recipe
+        grads, moments, counts = self.sum_micro_batches(state, images, labels, trains_stem)
         params, opt_state, grad_norm, (moments, counts) = self.apply_gradients(state, grads, (moments, counts))
         stats = (
             batch_norm.update_running_statistics(state.stats, moments, recipe.train.stats_momentum)
@@ -219,7 +232,7 @@ class TrainStep:
             loss=counts["loss"],
             accuracy=counts["correct"] / recipe.batch.size,
             grad_norm=grad_norm,
-            learning_rate=self.schedule(state.step),
+            learning_rate=self.rule.schedule(state.step),
             skipped=(~finite).astype(counts["loss"].dtype),
         )
         new = State(state.step + 1, params, stats, opt_state, average)
@@ -237,7 +250,7 @@ class TrainStep:
         trainable, frozen = net.split(state.params)
         own = summation.select(trainable)
         with jax.named_scope(OPTIMIZER):
-            updates, opt_state = self.optimizer.update(sums, state.optimizer, net.join(own, frozen))
+            updates, opt_state = self.rule.optimizer.update(sums, state.optimizer, net.join(own, frozen))
             trainable = summation.gather(optax.apply_updates(own, updates), trainable, transfer)
             grad_norm = self.compute_gradient_norm(sums)
         return net.join(trainable, frozen), opt_state, grad_norm, small
@@ -249,7 +262,7 @@ class TrainStep:
         return compute_joined_global_norm(sums)
 
     def sum_micro_batches(
-        self, state: State, images: Images, labels: Labels, seed: Array | None, trains_stem: bool
+        self, state: State, images: Images, labels: Labels, trains_stem: bool
     ) -> tuple[Tree, Tree, Tree]:
         """Sum gradients, moments and counts over this device's micro-batches.
 
@@ -260,7 +273,7 @@ class TrainStep:
 
         def compute_loss(trainable: Tree, *micro_batch: Array) -> tuple[Array, tuple[Tree, Tree]]:
             trained = trainable if trains_stem else self.net.stop_stem_gradient(trainable)
-            return self.compute_loss(state, self.net.join(trained, frozen), micro_batch, seed)
+            return self.compute_loss(state, self.net.join(trained, frozen), micro_batch)
 
         def differentiate(micro_batch: tuple[Array, ...]) -> tuple[Tree, Tree, Tree]:
             grads, (moments, counts) = jax.grad(compute_loss, has_aux=True)(trainable, *micro_batch)
@@ -278,14 +291,12 @@ class TrainStep:
         return lax.scan(add, zeros, (images, labels, positions), unroll=self.plan.pod.kind == "cpu")[0]
 
     def compute_loss(
-        self, state: State, params: Tree, micro_batch: tuple[Array, ...], seed: Array | None
+        self, state: State, params: Tree, micro_batch: tuple[Array, ...]
     ) -> tuple[Float[Array, ""], tuple[Tree, Tree]]:
         """Return the loss of a micro-batch (images, labels, positions), and its moments and counts."""
-        plan, recipe, (images, labels, positions) = self.plan, self.plan.recipe, micro_batch
-        inputs, targets = augment.prepare_batch(
-            recipe, images, labels, state.step, positions, plan.counts.classes, seed
-        )
-        keys = augment.make_layer_keys(recipe, state.step, positions, seed) if self.net.is_random else None
+        plan, recipe, (images, labels, positions) = self.plan, self.rule.recipe, micro_batch
+        inputs, targets = augment.prepare_batch(recipe, images, labels, state.step, positions, plan.counts.classes)
+        keys = augment.make_layer_keys(recipe, state.step, positions) if self.net.is_random else None
         logits, moments = self.net.train(params, state.stats, inputs, plan.groups, keys)
         losses = compute_losses(recipe.train, logits, targets)
         correct = (logits.argmax(-1) == labels).sum().astype(losses.dtype)

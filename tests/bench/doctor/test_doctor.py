@@ -43,6 +43,7 @@ def test_the_result_is_formatted_as_rows(result):
     assert "4 x cpu as 2x2" in rows["devices"]
     assert "us to a neighbour" in rows["links, rows"]
     assert "photos/s by one core" in rows["decoding"]
+    assert f"; devices: {verdict.ROOFLINE}" in rows["ResNet-50"]
 
 
 def test_one_device_has_no_links(tmp_path):
@@ -64,9 +65,9 @@ LIMITS = {"devices": 7000.0, "decoding": 900.0, "disk": 5000.0, "feeding": 9000.
     ("slow", "words"),
     [
         ("decoding", "is decoding: 9 images/s of ResNet-50 at best, where disk would allow 5,000; run `podscale data"),
-        ("devices", "are the devices: 9 images/s"),
+        ("devices", "is the devices: 9 images/s"),
         ("disk", "is the disk: 9 images/s"),
-        ("links", "are the links: 9 images/s"),
+        ("links", "is the links: 9 images/s"),
     ],
 )
 def test_each_bottleneck_has_its_advice(slow, words):
@@ -74,6 +75,38 @@ def test_each_bottleneck_has_its_advice(slow, words):
     sentence = verdict.format_verdict(others | {slow: 9.0}, [])
     assert words in sentence
     assert verdict.ADVICE[slow] in sentence
+
+
+def make_h200_result(crops_per_s: float, kind: str = "NVIDIA H200"):
+    """Return what was measured on a machine with an H200 and 16 cores (docs/gpu.md, docs/results.md)."""
+    device = {"matrix_flops_per_s": 712e12, "copy_bytes_per_s": 2870e9, "feed_bytes_per_s": 31.8e9}
+    devices = {"count": 1, "platform": "gpu", "kind": kind}
+    decoding, disk = {"all_cores": crops_per_s}, {"read_bytes_per_s": 5e9}
+    return {"devices": devices, "device": device, "decoding": decoding, "disk": disk, "links": {}}
+
+
+@pytest.mark.parametrize("crops_per_s", [9_114.0, 10_602.0])
+def test_cores_that_decode_faster_than_the_gpu_trains_are_not_blamed(crops_per_s):
+    result = make_h200_result(crops_per_s)
+    limits = verdict.compute_limits(result)
+    assert limits["devices"] == pytest.approx(256 / 37.71e-3, rel=1e-3)  # the measured step that is not fused
+    assert verdict.find_bottleneck(limits) == "devices"
+    sentence = verdict.format_verdict(limits, [], verdict.describe_device_rate(result))
+    assert f"6,789 images/s of ResNet-50 at best, where decoding would allow {crops_per_s:,.0f}" in sentence
+    assert "forecast of its step without fused kernels" in sentence
+
+
+def test_a_device_that_is_slower_than_its_kind_has_its_measured_rate():
+    result = make_h200_result(9_114.0)
+    result["device"]["copy_bytes_per_s"] /= 10
+    assert verdict.compute_limits(result)["devices"] == pytest.approx(2870e8 / 253e6)
+
+
+def test_the_rate_of_an_unknown_device_is_called_a_roofline():
+    result = make_h200_result(20_000.0, kind="NVIDIA B900")
+    limits = verdict.compute_limits(result)
+    assert limits["devices"] == pytest.approx(2870e9 / 253e6)
+    assert "is a roofline" in verdict.format_verdict(limits, [], verdict.describe_device_rate(result))
 
 
 def test_an_unused_device_comes_first():

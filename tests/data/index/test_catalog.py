@@ -139,7 +139,7 @@ def test_an_image_overwritten_in_place_is_detected_when_it_is_read(tmp_path, hea
         index.read(0)
     assert str(error.value) == (
         f"cannot read {path}: it has {now} bytes but had {before + 1} when it was indexed; "
-        "put the old file back, or touch its folder to have it indexed again"
+        "restore the old file, or run `touch` on its folder to rebuild the index"
     )
     headers.reset()
     path.parent.touch()

@@ -210,6 +210,14 @@ def test_refuses_a_header_that_cannot_be_read(folder, content):
     assert message.endswith(f"`podscale data check {folder}` lists all, and a larger --data.bad_share tolerates them")
 
 
+def test_a_suggested_command_quotes_its_path(folder, tmp_path_factory):
+    (folder / "val" / "cat" / "9.jpg").write_bytes(b"")
+    path = tmp_path_factory.mktemp("quoted") / "my photos"
+    path.symlink_to(folder)
+    message = get_refusal(open_index, Data(source="folder", path=str(path), bad_share=0.0))
+    assert f"`podscale data check '{path}'` lists all" in message
+
+
 def test_refuses_counts_that_differ_from_the_recipe(folder):
     for field, count in (("classes", 2), ("train_samples", 6), ("val_samples", 2)):
         message = get_refusal(open_index, Data(source="folder", path=str(folder), **{field: 99}))

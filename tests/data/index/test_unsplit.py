@@ -1,5 +1,7 @@
 """Image folders without splits: CLASS/FILE, as most people have them."""
 
+import os
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -31,8 +33,6 @@ def test_every_fifth_image_validates_and_none_is_in_both_splits(photos):
 
 
 def test_the_index_is_stored_and_follows_changes(photos):
-    import os
-
     past = 1_600_000_000
     for folder in ("cat", "dog"):
         os.utime(photos / folder, (past, past))
@@ -59,6 +59,35 @@ def test_an_empty_class_folder_is_skipped_with_a_warning(photos):
         f"class folder {photos}/bird holds no images (.jpg .jpeg .png .webp) and is skipped; add some or remove it",
     )
     assert survey_data_set(str(photos))["warnings"] == list(splits.warnings)
+
+
+def test_images_of_other_formats_are_counted_in_a_warning_also_from_a_stored_index(photos):
+    past = 1_600_000_000
+    for name in ("cat/a.heic", "cat/b.HEIC", "dog/c.gif", "dog/notes.txt"):
+        (photos / name).write_bytes(b"x")
+    (photos / "bird").mkdir()
+    (photos / "bird" / "1.heic").write_bytes(b"x")
+    for folder in ("cat", "dog"):
+        os.utime(photos / folder, (past, past))
+    expected = [
+        f"3 files of {photos} cannot be read and are ignored (.gif .heic); convert them to .jpg or .png",
+        f"class folder {photos}/bird holds only .heic files, which cannot be read, and is skipped; "
+        "convert them to .jpg or .png",
+    ]
+    for is_stored in (False, True):
+        survey = survey_data_set(str(photos))
+        assert (survey["kept"], survey["warnings"]) == (is_stored, expected)
+
+
+def test_many_class_folders_of_other_formats_get_one_warning(photos):
+    for name in ("ant", "bee", "fly", "owl"):
+        (photos / name).mkdir()
+        (photos / name / "1.bmp").write_bytes(b"x")
+    (warning,) = open_index(Data(source="folder", path=str(photos))).warnings
+    assert warning == (
+        f"4 class folders of {photos} hold no images and are skipped: ant, bee, fly, ...; "
+        "some hold .bmp files, which cannot be read; convert them to .jpg or .png"
+    )
 
 
 def test_refuses_a_train_folder_without_a_val_folder(photos):

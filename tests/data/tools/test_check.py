@@ -83,6 +83,13 @@ def test_a_third_copy_is_reported_too(photos):
     assert [(problem["kind"], str(original) in problem["why"]) for problem in findings] == [("twice", True)] * 2
 
 
+def test_an_image_with_two_labels_is_reported_with_both_files(photos):
+    ant, bee = photos / "train" / "ant" / "train000.jpg", photos / "train" / "bee" / "copy.jpg"
+    bee.write_bytes(ant.read_bytes())
+    (problem,) = check_data_set(str(photos))["findings"]
+    assert problem["why"] == f"an image has two labels, ant ({ant}) and bee ({bee}); remove the wrong one"
+
+
 def test_an_empty_class_folder_is_reported_and_the_others_are_checked(photos):
     for split in writers.SPLITS:
         (photos / split / "dog").mkdir()

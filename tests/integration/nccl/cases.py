@@ -72,10 +72,12 @@ FOUR_RANKS = [
     _four("tiles of 2x2", "float64, groups of 128", recipe=WIDE),
     _four("two micro-batches, tiles of 2x2", "float64", options={"micro_batches": 2}),
     _four("Muon", "float64, Muon", recipe=MUON, options={"summation": "torus"}),
+    _four("sharded Muon", "float64, Muon", recipe=MUON, options={"summation": "sharded"}),
     _four("torus4 in float32", "float32", precision="float32", options={"summation": "torus4"}),
     _four("sharded in float32", "float32", precision="float32", options={"summation": "sharded"}),
     _four("torus in bfloat16", "bfloat16", precision="bfloat16", options={"summation": "torus"}),
     _four("bfloat16 payload", "float32", precision="float32", options={"summation": "ring2", "payload": "bfloat16"}),
+    _four("torus4, bfloat16", "float32", precision="float32", options={"summation": "torus4", "payload": "bfloat16"}),
     _four("fused layers over tiles", "fused layers in bfloat16", kind="fused", precision="bfloat16"),
     _four("bench sum", "", kind="bench", precision="float32"),
 ]
@@ -91,5 +93,6 @@ AFTER = {SECOND: FIRST, LAST[0].name: SECOND}  # cases that resume what another 
 NOISE = {
     "torus in bfloat16": ("bfloat16", "float32"),
     "bfloat16 payload": ("bfloat16", "float32"),
+    "torus4, bfloat16": ("bfloat16", "float32"),
     "fused layers over tiles": ("fused layers in bfloat16", "fused layers in float32"),
 }

@@ -2,7 +2,7 @@
 
     python tests/integration/nccl/suite.py                     # NCCL ranks on one GPU
     python tests/integration/nccl/suite.py --platform cpu      # the same over Gloo
-    python tests/integration/nccl/suite.py --only "xla in float64" --no-faults
+    python tests/integration/nccl/suite.py --only "xla in float64" --faults
 
 It prints a table of all results and ends with exit code 1 if one of them is wrong.
 """

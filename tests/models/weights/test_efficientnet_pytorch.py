@@ -14,6 +14,7 @@ from podscale.models.weights.files import read_tensors
 from podscale.models.weights.layouts import adapt_tensors
 from podscale.models.weights.names import name_arrays
 from podscale.models.weights.places import add_counters, read_places
+from podscale.models.weights.timm import to_timm
 from podscale.training.initial_weights import initialize_from
 
 STYLE = {"padding": "same", "norm_epsilon": 1e-3}
@@ -43,6 +44,24 @@ def test_networks_that_compute_something_else_are_refused(changes):
     tensors = read_places(efficientnet_pytorch.list_places(model))
     with pytest.raises(UserError, match=r"add --model\.padding same --model\.norm_epsilon 1e-3"):
         adapt_tensors(model, tensors)
+
+
+@pytest.mark.parametrize("source", ["hub:timm/tf_efficientnet_lite0.in1k", "weights/tf_efficientnet_lite0.safetensors"])
+def test_timms_weights_from_tensorflow_are_refused_where_they_make_no_sense(source):
+    tensors = to_timm(build())
+    with pytest.raises(
+        UserError, match=r"timm's tf_efficientnet_lite0\..* add --model\.padding same --model\.norm_eps"
+    ):
+        adapt_tensors(build(padding="symmetric", norm_epsilon=0.0), tensors, source)
+    adapt_tensors(build(), tensors, source)
+    adapt_tensors(build(padding="symmetric", norm_epsilon=0.0), tensors, source.replace("tf_", ""))
+
+
+def test_a_run_may_have_any_name():
+    model = build(padding="symmetric")
+    _, params, stats = make_functional(model)
+    ours = {name: np.asarray(array) for name, array in name_arrays(params, stats).items()}
+    assert adapt_tensors(model, ours, "runs/tf_first").keys() == ours.keys()
 
 
 def test_tensor_of_another_network_is_named():

@@ -2,6 +2,10 @@
 
 import hashlib
 import http.server
+import json
+import os
+import shutil
+import subprocess
 import sys
 import threading
 
@@ -9,12 +13,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+from rich.console import Console
+from support import short_run, small_models
 
 from podscale import recipe
+from podscale.config.stop_condition import StopCondition
 from podscale.errors import UserError
 from podscale.models import vit
 from podscale.models.weights.hub import fetch_weights
 from podscale.models.weights.timm import load_timm, to_timm
+from podscale.runs.folder import Run
+from podscale.training.restore import load_trained
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -96,6 +105,39 @@ def test_weights_are_downloaded_once_and_then_cached(hub, tmp_path):
     assert fetch_weights("hub:timm/small_vit", tmp_path).is_file()  # without a network
 
 
+@pytest.mark.heavy
+def test_a_run_starts_from_the_hub_and_resumes_without_it(hub, tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    handler, server = hub
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    changes = {
+        "model.name": "small_vit",
+        "model.patch": 4,
+        "model.init": "hub:timm/small_vit",
+        "model.freeze": ["body"],
+    }
+    changes |= {"train.epochs": 2, "train.eval_epochs": 1, "train.seed": 1}
+    settings = {"recipe": recipe.load_recipe("digits").override(changes), "console": Console(soft_wrap=True)}
+    small_models.register_models()
+    try:
+        short_run.train(tmp_path / "run", until=StopCondition("accuracy", 0.0), **settings)
+        assert "the source does not name its classes" in capsys.readouterr().out
+        server.shutdown()
+        server.server_close()
+        shutil.rmtree(tmp_path / "cache")
+        assert short_run.train(tmp_path / "run", **settings)["steps"] == short_run.STEPS[-1]
+        trained = to_timm(load_trained(Run.load(tmp_path / "run"), "newest").build_module())
+    finally:
+        small_models.unregister_models()
+    assert handler.downloads == 1
+    note = json.loads((tmp_path / "run" / "init.json").read_text())
+    assert (note["source"], note["drawn"]) == ("hub:timm/small_vit", ["layers.3.bias", "layers.3.kernel"])
+    theirs = safetensors.numpy.load(handler.content)
+    moved = {name for name in theirs if not np.array_equal(trained[name], theirs[name])}
+    assert moved == {"head.bias", "head.weight"}
+
+
 def test_damaged_weights_are_refused(hub, tmp_path):
     handler, _ = hub
     handler.damage = True
@@ -123,6 +165,15 @@ def test_without_network_and_cache_the_sentence_says_so(hub, tmp_path):
     server.server_close()
     with pytest.raises(UserError, match=r"cannot reach http://127.0.0.1:.* and its weights are not cached"):
         fetch_weights("hub:timm/small_vit", tmp_path)
+
+
+def test_without_an_endpoint_of_its_own_a_process_asks_the_hub_itself(tmp_path):
+    """In a process of its own: the client's modules are not imported yet, and the network is off."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    code = "from podscale.models.weights.hub import fetch_weights; fetch_weights('hub:timm/small_vit')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "UserError: cannot reach https://huggingface.co for hub:timm/small_vit" in done.stderr
 
 
 def test_without_the_package_the_sentence_names_the_extra(monkeypatch):

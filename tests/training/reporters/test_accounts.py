@@ -5,12 +5,13 @@ import json
 import os
 
 import pytest
+from support.short_run import OPTIONS
 
 from podscale.cli import main as cli
 from podscale.training.reporters import accounts
 
 USER_ERROR = 2
-TRAIN = "train digits --model.width 8 --train.epochs 1 --train.eval_epochs 1 --json --run".split()
+TRAIN = ["train", "digits", *OPTIONS, "--json", "--run"]
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_a_run_without_a_summary_ends_with_its_result_and_an_error(refuse_summar
     refuse_summary(-1)
     assert cli.main([*TRAIN, str(tmp_path / "run")]) == USER_ERROR
     result, messages = capfd.readouterr()
-    assert json.loads(result)["steps"] == 12
+    assert json.loads(result)["steps"] == 23
     assert "did not accept summary.json for 0 s: No space left on device" in messages
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -56,4 +57,4 @@ def test_the_same_command_writes_a_summary_that_is_missing(tmp_path, capfd):
     (tmp_path / "run" / "summary.json").unlink()
     assert cli.main([*TRAIN, str(tmp_path / "run")]) == 0
     assert "is already finished" in capfd.readouterr().err
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 12
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 23

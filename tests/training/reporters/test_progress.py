@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from podscale.training.reporters.progress import Bar
+from podscale.training.reporters.progress import Bar, Lines
 
 TEXT = "step 207/345  loss 0.478  val 81.43%  124 images/s  epoch 24.0  train accuracy 96.9%  input wait 0%"
 
@@ -23,3 +23,9 @@ def test_a_terminal_of_any_width_shows_bar_time_left_and_step(width):
     assert len(line) <= width
     assert line.startswith("━━━━━━")
     assert re.search(r"\d:\d\d:\d\d left  step 207/345  loss 0.478", line)
+
+
+def test_a_log_says_how_much_time_is_left_in_hours_minutes_and_seconds():
+    console = Console(width=200, file=io.StringIO())
+    Lines(console, total=345, done=0).update(207, TEXT)
+    assert re.fullmatch(re.escape(TEXT) + r"  \d+:\d\d:\d\d left\n", console.file.getvalue())

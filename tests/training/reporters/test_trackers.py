@@ -1,13 +1,16 @@
 """Trackers and callbacks: real libraries in their offline modes, and real trainings."""
 
+import errno
 import functools
 import importlib.util
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support import short_run
 
 import podscale
 from podscale import recipe as recipes
@@ -15,6 +18,7 @@ from podscale.errors import UserError
 from podscale.runs.events import Event
 from podscale.runs.folder import Run
 from podscale.training.reporters import tensorboard_events, trackers
+from podscale.training.reporters.files import JournalReporter, TrackerReporter
 
 EVENTS = [
     Event("start", 0, 0.0, {"devices": 1, "kind": "cpu"}),
@@ -34,8 +38,8 @@ def run(tmp_path):
 
 
 def write_events(run, *names):
-    opened_trackers = trackers.open_trackers(run, names)
-    for tracker in opened_trackers:
+    for name in trackers.list_trackers(names):
+        tracker = trackers.open_tracker(run, name)
         for event in EVENTS:
             tracker.write(event)
         tracker.close()
@@ -111,7 +115,7 @@ def test_a_tracker_that_is_not_installed_is_named_in_the_error(run, monkeypatch)
         trackers.TRACKERS._parts, "absent", lambda _: trackers._import_tracker("no_such_module", "no-such")
     )
     with pytest.raises(UserError, match="no-such is not installed; pip install no-such"):
-        trackers.open_trackers(run, ["absent"])
+        trackers.open_tracker(run, "absent")
 
 
 def test_a_tracker_that_cannot_start_is_reported_in_one_sentence(run, monkeypatch):
@@ -120,7 +124,51 @@ def test_a_tracker_that_cannot_start_is_reported_in_one_sentence(run, monkeypatc
 
     monkeypatch.setitem(trackers.TRACKERS._parts, "broken", fail)
     with pytest.raises(UserError, match="a tracker could not be started: no key"):
-        trackers.open_trackers(run, ["broken"])
+        trackers.open_tracker(run, "broken")
+
+
+class Disconnected:
+    """A tracker whose server is away; every message differs, as those of HTTP clients do."""
+
+    def __init__(self, run):
+        self.attempts = 0
+
+    def write(self, event):
+        self.attempts += 1
+        raise RuntimeError(f"connection {self.attempts} refused")
+
+    def close(self):
+        raise RuntimeError("still away")
+
+
+def test_a_tracker_that_fails_in_any_way_is_named_in_one_warning_and_training_ends_well(tmp_path, monkeypatch):
+    recorder, output = Recorder(), io.StringIO()
+    monkeypatch.setitem(trackers.TRACKERS._parts, "away", Disconnected)
+    monkeypatch.setitem(trackers.TRACKERS._parts, "notes", lambda _: recorder)
+    console = Console(file=output, width=200)
+    summary = short_run.train(tmp_path / "run", track=["away", "notes"], console=console)
+    assert (summary["steps"], summary["accuracy"]) == (23, recorder.events[-2].values["accuracy"])
+    assert recorder.closed == 1
+    assert output.getvalue().count("tracker away failed:") == 1
+    assert "warning: tracker away failed: connection 1 refused; training continues" in output.getvalue()
+
+
+def test_a_tracker_that_the_disk_refuses_at_the_start_leaves_the_others(run, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    journal, recorder = JournalReporter(run, 0), Recorder()
+    monkeypatch.setitem(trackers.TRACKERS._parts, "broken", refuse)
+    monkeypatch.setitem(trackers.TRACKERS._parts, "notes", lambda _: recorder)
+    reporter = TrackerReporter(run, ["broken", "notes"], journal)
+    journal(EVENTS[0])
+    with pytest.raises(trackers.TrackerError, match=r"tracker broken failed: .*Input/output error"):
+        reporter(EVENTS[0])
+    reporter(EVENTS[1])
+    reporter.close()
+    journal.close()
+    assert recorder.events == EVENTS[:2]
+    assert list((run.folder / "tensorboard").iterdir())
 
 
 def test_an_unknown_tracker_is_refused_before_the_run_starts(tmp_path):
@@ -166,8 +214,8 @@ def test_a_callback_that_raises_ends_the_run_after_its_report_is_written_and_the
     with pytest.raises(RuntimeError, match="enough"):
         train(callbacks=[fail])
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "still running, or stopped, when this page was written" in page
-    assert "By the evaluation after step 12" in page
+    assert "running or interrupted when this page was written" in page
+    assert "From the evaluation after step 12" in page
     callback = Recorder(stop_after=23)
     assert train(callbacks=[callback])["steps"] == 23
     assert callback.events[0].step == 12
@@ -180,7 +228,7 @@ def test_callbacks_and_trackers_get_every_event_and_callbacks_may_stop_the_run(t
     summary = train(callbacks=[callback], track=["notes"])
     assert summary["steps"] == 23
     assert callback.events == tracker.events
-    assert tracker.closed == 1
+    assert (tracker.closed, callback.closed) == (1, 1)
     kinds = [event.kind for event in callback.events]
     assert (kinds[0], kinds[-1], kinds.count("train"), kinds.count("eval")) == ("start", "end", 23, 2)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -189,3 +237,39 @@ def test_callbacks_and_trackers_get_every_event_and_callbacks_may_stop_the_run(t
     run = podscale.Run.load(tmp_path / "run")
     assert run.mistakes()["step"] == 23
     assert sum(run.mistakes()["correct"]) == round(summary["accuracy"] * 360)
+
+
+class Archive(Recorder):
+    """A callback that loses plan.json, asks for more kinds of events, and whose own disk refuses one of them."""
+
+    kinds, writes = ("train", "save", "warning", "end"), True
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def __call__(self, event):
+        super().__call__(event)
+        if event.kind == "train":
+            (self.folder / "plan.json").unlink(missing_ok=True)
+        if event.kind == "save":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_report_that_cannot_be_rendered_and_a_callback_that_cannot_write_become_warnings(tmp_path):
+    callback = Archive(tmp_path / "run")
+    assert short_run.train(tmp_path / "run", callbacks=[callback])["steps"] == 23
+    kinds = [event.kind for event in callback.events]
+    assert (kinds.count("train"), kinds.count("save"), kinds.count("eval"), kinds.count("end")) == (23, 2, 0, 1)
+    messages = [event.values["message"] for event in callback.events if event.kind == "warning"]
+    assert any("report.html failed: the run in" in message and "has no plan" in message for message in messages)
+    assert any("cannot be written: Input/output error; existing" in message for message in messages)
+    assert callback.closed == 1
+
+
+def test_a_callback_that_asks_for_an_unknown_kind_is_refused_before_the_run_starts(tmp_path):
+    callback = Recorder()
+    callback.kinds = ("evaluation",)
+    with pytest.raises(UserError, match="a callback asks for events of kind 'evaluation'"):
+        short_run.train(tmp_path / "run", callbacks=[callback])
+    assert not (tmp_path / "run").exists()

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podscale.config.json_types import JsonObject
-from podscale.data.bucket_files import BucketFiles, BucketSplit
-from podscale.data.disk_cache import DiskCache
-from podscale.data.fetch import FetchAhead
+from podscale.data.bucket.disk_cache import DiskCache
+from podscale.data.bucket.fetch import FetchAhead
+from podscale.data.bucket.files import BucketFiles, BucketSplit
 from podscale.data.index.table import Strings, Table
 from podscale.errors import StorageError, UserError
 from podscale.forecast.bucket import IMAGE_BYTES

@@ -59,12 +59,13 @@ def examine_machine(pod: Pod, path: str | Path = "", report: Callable[[str], obj
         report(name)
         result[name] = measure()
     limits = verdict.compute_limits(result)
+    result["devices_rate"] = verdict.describe_device_rate(result)
     return result | {
         "environment": environment.describe_machine(local_devices),
         "versions": list_library_versions(),
         "images_per_s": limits,
         "bottleneck": verdict.find_bottleneck(limits),
-        "verdict": verdict.format_verdict(limits, result["problems"]),
+        "verdict": verdict.format_verdict(limits, result["problems"], result["devices_rate"]),
         "seconds": time.perf_counter() - start,
     }
 
@@ -106,7 +107,8 @@ def format_rows(result: JsonObject) -> list[tuple[str, str]]:
         (
             "ResNet-50",
             "images/s that each part could do limits: "
-            + ", ".join(f"{name} {rate:,.0f}" for name, rate in result["images_per_s"].items()),
+            + ", ".join(f"{name} {rate:,.0f}" for name, rate in result["images_per_s"].items())
+            + f"; devices: {result['devices_rate']}",
         ),
         ("time", f"{result['seconds']:.0f} s"),
     ]

@@ -116,7 +116,7 @@ def _time_hop(mesh: jax.sharding.Mesh, axis: tuple[str, ...], size: int) -> floa
 
 
 def measure_decoding(folder: Path, size: int = 224) -> dict[str, float]:
-    """Measure photos of usual size, random crops of which are decoded as in training, per second; also their bytes.
+    """Measure photos of usual size, random crops of which are decoded as in training, per second; and their bytes.
 
     By one core and by all; the same photos again and again, which are in the page cache as they are in a training
     whose data fit the memory.

@@ -37,14 +37,14 @@ def run_check(arguments: argparse.Namespace) -> Result:
 
 
 def run_show(arguments: argparse.Namespace) -> Result:
-    """Draw a sheet of samples as the model sees them."""
+    """Draw a grid of samples as the model sees them."""
     recipe = read_recipe(arguments)
     from podscale.planner import samples
     from podscale.report.counter import show_progress
 
     console = make_console(arguments)
     with show_progress(make_progress_console(), "indexing") as progress:
-        result = samples.write_sheet(
+        result = samples.write_grid(
             recipe, Path(arguments.to), arguments.split, arguments.images, arguments.step, progress=progress
         )
     console.print(f"{result['file']}: {result['description']}", highlight=False, markup=False)
@@ -72,7 +72,7 @@ def run_prepare(arguments: argparse.Namespace) -> Result:
                 progress=progress,
                 max_image_mib=arguments.max_image_mib,
             )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command resumes after the last complete shard") from None
+    except KeyboardInterrupt as error:
+        raise type(error)("the same command resumes after the last complete shard") from None
     dataset_tables.show_preparation(result, console)
     return Result(result)

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from podscale import recipe as recipes
-from podscale.cli.arguments import collect_fields, make_console, read_options, read_pod
+from podscale.cli.arguments import collect_fields, make_console, read_options, read_pod, use_program_cache
 from podscale.cli.imports import import_user_code
 from podscale.cli.result import Result
 from podscale.recipe import SECTIONS
@@ -17,7 +17,9 @@ def run_eval(arguments: argparse.Namespace) -> Result:
 
     run = inference.open_run(arguments.run)
     run = dataclasses.replace(run, recipe=recipes.override_recipe(run.recipe, collect_fields(arguments, SECTIONS)))
-    result = inference.evaluate(run, read_pod(arguments), read_options(arguments), arguments.checkpoint)
+    pod = read_pod(arguments)
+    use_program_cache()
+    result = inference.evaluate(run, pod, read_options(arguments), arguments.checkpoint)
     make_console(arguments).print(
         f"validation accuracy {result['accuracy']:.2%} ({result['examples']:,} images), "
         f"top-5 {result['accuracy_top5']:.2%}, loss {result['loss']:.4f}; "
@@ -41,6 +43,7 @@ def run_predict(arguments: argparse.Namespace) -> Result:
     from podscale.export import inference
     from podscale.report import terminal
 
+    use_program_cache()
     run, console, predictions = inference.open_run(arguments.run), make_console(arguments), []
     step = inference.find_checkpoint(run, arguments.checkpoint)
     console.print(inference.describe_checkpoint(run, step), highlight=False, markup=False)
@@ -48,8 +51,8 @@ def run_predict(arguments: argparse.Namespace) -> Result:
         for prediction in inference.iterate_predictions(run, arguments.images, str(step)):
             terminal.show_prediction(prediction, console)
             predictions.append(prediction)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{len(predictions)} images were classified") from None
+    except KeyboardInterrupt as error:
+        raise type(error)(f"{len(predictions)} images were classified") from None
     value = {"run": run.where, "checkpoint": step, "images": predictions}
     return Result(value, terminal.summarize_unreadable(predictions))
 
@@ -59,6 +62,7 @@ def run_export(arguments: argparse.Namespace) -> Result:
     import_user_code(arguments.imports)
     from podscale.export import inference, write
 
+    use_program_cache()
     run = inference.open_run(arguments.run)
     result = write.export_model(run, arguments.to, arguments.format, arguments.checkpoint)
     text = f"{result['format']}, {result['bytes'] / 2**20:,.1f} MiB"

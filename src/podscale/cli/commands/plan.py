@@ -21,40 +21,40 @@ def run_plan(arguments: argparse.Namespace) -> Result:
     recipe = read_recipe(arguments)
     if arguments.search:
         return Result(_show_search(arguments, recipe))
-    from podscale.planner import answer_cache
+    from podscale.planner import plan_cache
 
     options, key = read_options(arguments), ""
-    if arguments.pod and answer_cache.is_cacheable(recipe):
+    if arguments.pod and plan_cache.is_cacheable(recipe):
         extra = {"compile": arguments.compile, "read_usd": arguments.read_price}
-        key = answer_cache.make_key(recipe, arguments.pod, options, extra)
-    answer = answer_cache.load_answer(key) if key else None
-    if answer is None:
-        answer = _answer_plan(arguments, recipe, options)
+        key = plan_cache.make_key(recipe, arguments.pod, options, extra)
+    result = plan_cache.load_result(key) if key else None
+    if result is None:
+        result = _plan_on_pod(arguments, recipe, options)
         if key:
-            answer_cache.save_answer(key, answer)
+            plan_cache.save_result(key, result)
     from podscale.report import terminal
 
-    make_console(arguments).print(terminal.make_table("plan", answer["rows"]))
-    return Result(answer["values"] | (_draw_scaling(arguments, recipe) if arguments.plot else {}))
+    make_console(arguments).print(terminal.make_table("plan", result["rows"]))
+    return Result(result["values"] | (_draw_scaling(arguments, recipe) if arguments.plot else {}))
 
 
-def _answer_plan(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> JsonObject:
+def _plan_on_pod(arguments: argparse.Namespace, recipe: Recipe, options: Options) -> JsonObject:
     """Plan the recipe on the pod, predict its times, and compile it where asked for."""
-    from podscale.planner import described_devices, questions
-    from podscale.pod import named_pod
+    from podscale.planner import queries, topologies
+    from podscale.pod import parse_pod
 
     if arguments.pod:
-        described_devices.use_cpu_backend()
-    pod = named_pod(arguments.pod) if arguments.pod else read_pod(arguments)
+        topologies.use_cpu_backend()
+    pod = parse_pod(arguments.pod) if arguments.pod else read_pod(arguments)
     with make_progress_console().status("compiling") if arguments.compile and arguments.pod else nullcontext():
-        return questions.plan_on_pod(recipe, pod, options, arguments.compile, arguments.read_price)._asdict()
+        return queries.plan_on_pod(recipe, pod, options, arguments.compile, arguments.read_price)._asdict()
 
 
 def _show_published(arguments: argparse.Namespace) -> JsonObject:
-    from podscale.planner import described_devices, published
+    from podscale.planner import published, topologies
     from podscale.report import terminal
 
-    described_devices.use_cpu_backend()
+    topologies.use_cpu_backend()
     comparisons = published.compare_runs(arguments.published)
     values = published.to_dict(comparisons)
     make_console(arguments).print(terminal.format_columns(published.HEADER, published.format_rows(comparisons)))
@@ -68,21 +68,21 @@ def _show_published(arguments: argparse.Namespace) -> JsonObject:
 
 
 def _show_search(arguments: argparse.Namespace, recipe: Recipe) -> JsonObject:
-    from podscale.planner import questions, search
+    from podscale.planner import queries, search
     from podscale.report import terminal
 
-    rows, values = questions.search_pods(recipe, arguments.search, arguments.chip_hours)
+    rows, values = queries.search_pods(recipe, arguments.search, arguments.chip_hours)
     make_console(arguments).print(terminal.format_columns(search.HEADER, rows))
     return values | (_draw_scaling(arguments, recipe) if arguments.plot else {})
 
 
 def _draw_scaling(arguments: argparse.Namespace, recipe: Recipe) -> JsonObject:
-    from podscale.planner import questions
+    from podscale.planner import queries
 
     kind = (arguments.search or arguments.pod).partition(":")[0]
     if not kind:
         raise UserError("--plot needs a kind of chip: add --pod KIND:RxC or --search KIND")
-    result = questions.write_scaling_plot(recipe, kind, arguments.plot)
+    result = queries.write_scaling_plot(recipe, kind, arguments.plot)
     make_console(arguments).print(f"plot: {arguments.plot}", highlight=False, markup=False)
     return result
 

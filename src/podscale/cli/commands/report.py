@@ -25,7 +25,7 @@ def run_report(arguments: argparse.Namespace) -> Result:
         raise UserError("--to is for comparisons of two or more runs; a single run's report is in its folder")
     else:
         path = page.write_report(runs[0])
-    make_console(arguments).print(f"{path}: open it in a browser", highlight=False, markup=False)
+    make_console(arguments).print(f"report written to {path}; open it in a browser", highlight=False, markup=False)
     return Result({"report": str(path), "runs": [run.where for run in runs]})
 
 
@@ -38,7 +38,7 @@ def run_watch(arguments: argparse.Namespace) -> Result:
 
     run = Run.load(arguments.run) if arguments.run else Run.load_newest()
     with serve_report(run, arguments.port) as address:
-        print(f"{run.where}: open {address} in a browser; Ctrl-C ends", flush=True)
+        print(f"serving the report of {run.where} at {address}; press Ctrl-C to stop", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
     return Result({"run": run.where, "address": address})

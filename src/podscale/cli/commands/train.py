@@ -13,6 +13,7 @@ from podscale.cli.arguments import (
 )
 from podscale.cli.result import Result
 from podscale.config.stop_condition import StopCondition
+from podscale.errors import UserError
 
 if TYPE_CHECKING:
     from podscale.runs.folder import Run
@@ -27,7 +28,7 @@ def run_train(arguments: argparse.Namespace) -> Result:
     from podscale.runs.bucket import resolve_folder
     from podscale.runs.folder import Run
     from podscale.training import loop
-    from podscale.training.checkpoint import LastCheckpointNotSavedError
+    from podscale.training.checkpoint.checkpoints import LastCheckpointNotSavedError
     from podscale.training.program_cache import enable_program_cache
     from podscale.training.reporters.accounts import SummaryNotSavedError
 
@@ -53,7 +54,8 @@ def run_train(arguments: argparse.Namespace) -> Result:
     except KeyboardInterrupt as error:
         if str(error):
             raise
-        raise _explain_interrupt(Run(resolve_folder(arguments.run or Run.default_folder(recipe)), recipe)) from None
+        run = Run(resolve_folder(arguments.run or Run.default_folder(recipe)), recipe)
+        raise type(error)(_describe_resumption(run)) from None
     except (LastCheckpointNotSavedError, SummaryNotSavedError) as error:
         summary, message = error.summary, str(error)
     if is_main_process():
@@ -61,17 +63,19 @@ def run_train(arguments: argparse.Namespace) -> Result:
     return Result(summary, message)
 
 
-def _explain_interrupt(run: "Run") -> KeyboardInterrupt:
-    """Return an interrupt that says what the same command will do."""
+def _describe_resumption(run: "Run") -> str:
+    """Return what the same command will do after an interrupt."""
     if run.has_checkpoints():
-        return KeyboardInterrupt("the same command resumes from the last checkpoint")
-    return KeyboardInterrupt("there is no checkpoint yet, so the same command starts again")
+        return "the same command resumes from the last checkpoint"
+    return "there is no checkpoint yet, so the same command starts again"
 
 
 def run_launch(arguments: argparse.Namespace) -> Result:
     """Run a command as several processes on this machine."""
     if arguments.elastic:
-        from podscale.processes.elastic import launch_elastic
+        if arguments.restarts:
+            raise UserError("--elastic starts lost processes again by itself; leave --restarts out")
+        from podscale.processes.elastic.launcher import launch_elastic
 
         command, processes = arguments.command, arguments.processes
         return Result(code=launch_elastic(command, processes, arguments.elastic, arguments.logs))

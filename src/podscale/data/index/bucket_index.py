@@ -3,6 +3,7 @@
 A web server lists nothing, so a data set there needs the index that `podscale data prepare` stores beside it.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,20 @@ class BucketIndex:
     tables: Tables
     etags: dict[str, Strings]
     warnings: tuple[str, ...]
+
+    def identify(self, root: BucketPath) -> str:
+        """Return a digest of the data set's URL and of every object that holds samples, by its ETag.
+
+        The tables' own fingerprint has neither if they are stored beside the data, where a copy has the same.
+        """
+        digest = hashlib.sha256(
+            f"{root}\0{self.tables.kind}\0{self.tables.fingerprint}".encode("utf-8", "surrogateescape")
+        )
+        for split in SPLITS:
+            table: Table = getattr(self.tables, split)
+            digest.update(json.dumps([split, table.paths, len(self.etags[split])]).encode())
+            digest.update(self.etags[split].starts.tobytes() + self.etags[split].blob.tobytes())
+        return digest.hexdigest()
 
     def format(self) -> bytes:
         """Return the index as bytes, to be sent to another process."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ import numpy as np
 
 from podscale.config.fields import add_choice
 from podscale.config.registry import Registry
-from podscale.data.bucket_files import BucketFiles, BucketSplit
+from podscale.data.bucket.files import BucketFiles, BucketSplit
 from podscale.data.files import THREADS, Files, Progress
 from podscale.data.index import table as tables
 from podscale.data.index.bucket_index import INDEX_FILE, JOURNAL_FILE, BucketIndex, Share, list_etags
@@ -108,7 +109,9 @@ def open_files(
 
     def open_bucket() -> BucketIndex:
         result, listing = _open_tables(kind, root, progress, max_image_bytes)
-        return BucketIndex(result, list_etags(listing, result, FORMATS[kind].packed), _describe_skipped(listing))
+        return BucketIndex(
+            result, list_etags(listing, result, FORMATS[kind].packed), _describe_skipped(listing, result)
+        )
 
     if isinstance(root, BucketPath):
         index = open_bucket() if share is None else BucketIndex.parse(share(lambda: open_bucket().format()))
@@ -116,7 +119,7 @@ def open_files(
         return remote[0], remote[1], index.tables.classes, index.warnings
     result, listing = _open_tables(kind, root, progress, max_image_bytes)
     train, val = (_make_files(kind, root, table, max_image_bytes) for table in (result.train, result.val))
-    return train, val, result.classes, _describe_skipped(listing)
+    return train, val, result.classes, _describe_skipped(listing, result)
 
 
 def _open_tables(kind: str, root: Folder, progress: Progress | None, max_image_bytes: int) -> tuple[Tables, Listing]:
@@ -131,7 +134,7 @@ def _open_tables(kind: str, root: Folder, progress: Progress | None, max_image_b
     return result, listing
 
 
-class LeftOut(NamedTuple):
+class UnusedPart(NamedTuple):
     """A part of a data set of which no sample is used, and why."""
 
     kind: str  # "unreadable" or "empty class"
@@ -142,7 +145,7 @@ class LeftOut(NamedTuple):
 
 def list_samples(
     kind: str, root: Folder, progress: Progress | None = None, max_image_bytes: int = MAX_IMAGE_BYTES
-) -> tuple[dict[str, Files], tuple[str, ...], list[LeftOut]]:
+) -> tuple[dict[str, Files], tuple[str, ...], list[UnusedPart]]:
     """List all samples without opening their images.
 
     Containers that cannot be scanned are left out and reported, and so are entries that are no files.
@@ -151,7 +154,7 @@ def list_samples(
         The files by split, which are not measured; the class names; and everything that was left out.
     """
     _check_complete(root)
-    form, listing, left_out = FORMATS[kind], FORMATS[kind].find(root), list[LeftOut]()
+    form, listing, left_out = FORMATS[kind], FORMATS[kind].find(root), list[UnusedPart]()
 
     def scan(path: str) -> ContainerSamples | str:
         try:
@@ -167,7 +170,7 @@ def list_samples(
             containers[split] = {}
             for path, samples in zip(paths, pool.map(scan, paths), strict=True):
                 if isinstance(samples, str):
-                    left_out.append(LeftOut("unreadable", split, str(root / path), samples))
+                    left_out.append(UnusedPart("unreadable", split, str(root / path), samples))
                 else:
                     containers[split][path] = samples
                 if progress is not None:
@@ -183,38 +186,42 @@ def list_samples(
     tables = {split: _make_table(tuple(containers[split]), lists[split], labels[split]) for split in SPLITS}
     if isinstance(root, BucketPath):
         listed = replace(listing, paths={split: tuple(containers[split]) for split in SPLITS})
-        both = Tables(kind, listing.fingerprint, classes, **tables)
+        both = Tables(kind, listing.fingerprint, classes, tables["train"], tables["val"])
         index = BucketIndex(both, list_etags(listed, both, form.packed), ())
         return {split: _make_bucket_files(root, index, split, max_image_bytes) for split in SPLITS}, classes, left_out
     files = {split: _make_files(kind, root, tables[split], max_image_bytes) for split in SPLITS}
     return files, classes, left_out
 
 
-def _list_ignored(listing: Listing, samples: dict[str, list[ContainerSamples]]) -> list[LeftOut]:
+def _list_ignored(listing: Listing, samples: dict[str, list[ContainerSamples]]) -> list[UnusedPart]:
     """Return the entries that are no images, and the class folders without any."""
     entries = [
-        LeftOut("unreadable", split, path, why)
+        UnusedPart("unreadable", split, path, why)
         for split in SPLITS
         for container in samples[split]
         for path, why in container.ignored
     ]
     folders = [(path, listing.root / path) for path in listing.skipped]
     return entries + [
-        LeftOut("empty class", "val" if path.startswith("val/") else "train", str(full), _describe_empty(full))
+        UnusedPart(
+            "empty class", "val" if path.startswith("val/") else "train", str(full), folder.describe_skipped_class(full)
+        )
         for path, full in folders
     ]
 
 
-def _describe_empty(path: Folder) -> str:
-    return f"class folder {path} holds no images ({' '.join(folder.EXTENSIONS)}) and is skipped; add some or remove it"
-
-
-def _describe_skipped(listing: Listing) -> tuple[str, ...]:
-    """Return a warning for each class folder without images; one sentence if there are many."""
-    if len(listing.skipped) <= MAX_WARNINGS:
-        return tuple(_describe_empty(listing.root / path) for path in listing.skipped)
+def _describe_skipped(listing: Listing, result: Tables) -> tuple[str, ...]:
+    """Return warnings about files of other formats and each class folder without images; one sentence if many."""
+    counts = result.other_formats
+    ignored = [folder.describe_other_formats(str(listing.root), counts)] if counts else []
+    paths = [listing.root / path for path in listing.skipped]
+    if len(paths) <= MAX_WARNINGS:
+        return (*ignored, *(folder.describe_skipped_class(path) for path in paths))
     names = ", ".join(listing.skipped[:MAX_WARNINGS])
-    return (f"{len(listing.skipped)} class folders of {listing.root} hold no images and are skipped: {names}, ...",)
+    skipped = f"{len(paths)} class folders of {listing.root} hold no images and are skipped: {names}, ..."
+    if kinds := {extension for path in paths for extension in folder.list_other_formats(path)}:
+        skipped += f"; some hold {' '.join(sorted(kinds))} files, which cannot be read; {folder.CONVERT}"
+    return (*ignored, skipped)
 
 
 def _check_complete(root: Folder) -> None:
@@ -258,7 +265,7 @@ def _make_files(kind: str, root: Path, table: Table, max_image_bytes: int) -> Fi
 
 def _make_bucket_files(root: BucketPath, index: BucketIndex, split: str, max_image_bytes: int) -> BucketFiles:
     table: Table = getattr(index.tables, split)
-    place = BucketSplit(root, index.tables.fingerprint, split, index.etags[split], np.arange(len(table)))
+    place = BucketSplit(root, index.identify(root), split, index.etags[split], np.arange(len(table)))
     return BucketFiles(table, FORMATS[index.tables.kind].packed, place, max_image_bytes)
 
 
@@ -311,6 +318,9 @@ def scan_data_set(
     """Scan every container and read every image's header, in parallel."""
     containers = _scan_containers(FORMATS[kind], listing, progress, max_image_bytes)
     classes, labels = resolve_labels(listing, containers)
+    others = Counter(
+        extension for split in SPLITS for samples in containers[split] for extension in samples.other_formats
+    )
     total = sum(map(len, labels.values()))
     done, measured = 0, {}
     for split in SPLITS:
@@ -325,7 +335,7 @@ def scan_data_set(
             table = _measure_images(kind, listing, split, table, report, max_image_bytes)
         measured[split] = table
         done += len(table)
-    return Tables(kind, listing.fingerprint, classes, **measured)
+    return Tables(kind, listing.fingerprint, classes, **measured, other_formats=dict(others))
 
 
 def _measure_images(

@@ -150,7 +150,8 @@ class Index:
 
     def count_decoded_bytes(self, samples: NDArray[np.integer] | slice = slice(None)) -> NDArray[np.int64]:
         """Return the size of each decoded image in bytes, or of each of these."""
-        return 3 * self.sizes[samples].astype(np.int64).prod(axis=1)
+        width, height = self.sizes[samples].T
+        return 3 * np.multiply(width, height, dtype=np.int64)
 
     def _get_files(self) -> Files:
         if self.files is None:

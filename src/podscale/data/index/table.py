@@ -3,7 +3,8 @@
 A million samples are a few arrays, never a million Python objects. The format of the file is
 
     magic, 16 bytes | bytes of the header, uint64 | CRC-32 of the header, uint32 | 4 zero bytes
-    the header, JSON: kind, fingerprint, classes, and for each split its samples, bytes of names, and paths ("places")
+    the header, JSON: kind, fingerprint, classes, counts of files of other formats (which older files lack), and for
+        each split its samples, bytes of names, and paths ("places")
     for each split the arrays of `_COLUMNS`, then where each name starts, then the concatenated names
 
 with everything after the header little-endian and aligned to 64 bytes. The header holds the number of samples and no
@@ -20,7 +21,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Self
@@ -119,13 +120,17 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Both splits of a data set; `fingerprint` identifies the state of the data that was scanned."""
+    """Both splits of a data set; `fingerprint` identifies the state of the data that was scanned.
+
+    `other_formats` counts the files of image formats that cannot be read, by extension.
+    """
 
     kind: str
     fingerprint: str
     classes: tuple[str, ...]
     train: Table
     val: Table
+    other_formats: dict[str, int] = field(default_factory=dict)
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -160,6 +165,7 @@ def _write_tables(file: IO[bytes], tables: Tables) -> None:
         "kind": tables.kind,
         "fingerprint": tables.fingerprint,
         "classes": tables.classes,
+        "other_formats": tables.other_formats,
         "splits": {split: _describe_split(table) for split, table in splits.items()},
         "sum": sum(_sum_words(array) for array in arrays) % 2**64,
         "crc": _compute_crc(arrays),
@@ -265,7 +271,7 @@ def _read_tables(file: IO[bytes], size: int, header: JsonObject, start: int) -> 
         for split in SPLITS
     }
     kind, fingerprint = _check_strings([header["kind"], header["fingerprint"]])
-    return Tables(kind, fingerprint, classes, **tables)
+    return Tables(kind, fingerprint, classes, **tables, other_formats=_check_counts(header.get("other_formats", {})))
 
 
 def _view_array(data: NDArray[np.uint8], start: int, kind: str, shape: tuple[int, ...]) -> NDArray:
@@ -294,6 +300,12 @@ def _check_strings(values: object) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError("values other than strings")
     return tuple(values)
+
+
+def _check_counts(values: object) -> dict[str, int]:
+    if not isinstance(values, dict) or not all(type(count) is int and count > 0 for count in values.values()):
+        raise ValueError("values other than counts")
+    return values
 
 
 def _make_table(arrays: list[NDArray], paths: tuple[str, ...], classes: int) -> Table:

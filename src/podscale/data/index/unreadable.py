@@ -1,5 +1,7 @@
 """How many unreadable images a data set may have."""
 
+import shlex
+
 import numpy as np
 
 from podscale import recipe
@@ -17,9 +19,10 @@ def check_unreadable(files: Files, split: str, data: recipe.Data) -> None:
             reason = f"{files.name(int(unreadable[0]))} has changed since it was indexed"
         except UserError as error:
             reason = str(error)
+        check = f"podscale data check {shlex.quote(data.path)}"
         raise UserError(
             f"{len(unreadable):,} of {len(files.table):,} {split} images cannot be read, and data.bad_share "
-            f"{data.bad_share:g} allows {allowed:,}; the first: {reason}; `podscale data check {data.path}` lists all, "
+            f"{data.bad_share:g} allows {allowed:,}; the first: {reason}; `{check}` lists all, "
             "and a larger --data.bad_share tolerates them"
         )
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from podscale.config.json_types import JsonObject
 from podscale.data import decode
-from podscale.data.bucket_files import BucketFiles
+from podscale.data.bucket.files import BucketFiles
 from podscale.data.files import Files, Progress
 from podscale.data.index import catalog
 from podscale.data.index.bucket_index import open_folder
@@ -202,8 +202,8 @@ def _find_copies(
         original, copy = int(first[at]), int(order[at])
         (split, name), (_, before) = locate(copy), locate(original)
         if labels[original] != labels[copy]:
-            both = f"{classes[labels[original]]} as {before}, {classes[labels[copy]]} as {name}"
-            yield Problem("two labels", split, name, f"the same image is {both}; remove one of them")
+            both = f"{classes[labels[original]]} ({before}) and {classes[labels[copy]]} ({name})"
+            yield Problem("two labels", split, name, f"an image has two labels, {both}; remove the wrong one")
         elif original < first_val <= copy:
             yield Problem("in both splits", split, name, f"{name} is also in training, as {before}; remove one of them")
         else:

@@ -59,6 +59,16 @@ WORK_BYTES_PER_PIXEL = 8  # coefficients of 2 bytes, or pixels, and the file its
 _EXTENSIONS = MappingProxyType({b"\xff\xd8": "jpg", b"\x89P": "png", b"RI": "webp", b"P6": "ppm"})
 
 
+class Source(NamedTuple):
+    """A data set to prepare, and a digest that identifies it."""
+
+    folder: Folder
+    kind: str
+    splits: Splits
+    digest: str
+    max_image_bytes: int
+
+
 class EncodedImage(NamedTuple):
     """An image as it is stored in a shard, and how it was made."""
 
@@ -100,22 +110,37 @@ def prepare_data_set(
     if isinstance(source_folder, Path):
         check_disjoint(source_folder, target_folder)
     Target.open(target_folder, settings)  # a scan may take minutes: refuse before it
+    opened = open_source(source_folder, kind, settings, progress, max_image_mib)
+    result = prepare_source(opened, target_folder, settings, threads, progress)
+    return result | {"seconds": time.monotonic() - start}
+
+
+def open_source(folder: Folder, kind: str, settings: Settings, progress: Progress | None, max_image_mib: int) -> Source:
+    """Return a data set to prepare, indexed; the arguments are those of `prepare_data_set`."""
     data = replace_fields(
         recipe.Data(shrink=settings.longest or 0, max_image_mib=max_image_mib),
         "data",
-        {"source": kind, "path": str(source_folder)},
+        {"source": kind, "path": str(folder)},
     )
     splits = open_index(data, _prefix_progress("indexing", progress))
     format_class_list(splits.classes)
-    with lock_folder(target_folder):
-        target = Target.open(target_folder, settings).start(_compute_digest(splits))
+    return Source(folder, kind, splits, _compute_digest(splits), data.max_image_bytes)
+
+
+def prepare_source(
+    source: Source, folder: Path, settings: Settings, threads: int = 0, progress: Progress | None = None
+) -> JsonObject:
+    """Prepare a data set that is indexed; return the summary of `prepare_data_set`, without seconds."""
+    splits = source.splits
+    with lock_folder(folder):
+        target = Target.open(folder, settings).start(source.digest)
         already = target.finished
         if not already:
             _write_splits(splits, target, threads or count_usable_cores(), progress)
-            catalog.store_beside("tar", target_folder, _prefix_progress("indexing", progress), data.max_image_bytes)
-            _check_unchanged(splits, target, source_folder)
+            catalog.store_beside("tar", folder, _prefix_progress("indexing", progress), source.max_image_bytes)
+            _check_unchanged(splits, target, source.folder)
             target = target.finish()
-    return _summarize(splits, kind, target) | {"already": already, "seconds": time.monotonic() - start}
+    return summarize(source, target) | {"already": already}
 
 
 # --- one image -----------------------------------------------------------------------------------------------------
@@ -272,7 +297,9 @@ def _check_unchanged(splits: Splits, target: Target, source: Folder) -> None:
         raise UserError(f"{source} has changed while it was prepared; remove {target.folder} and prepare it again")
 
 
-def _summarize(splits: Splits, kind: str, target: Target) -> JsonObject:
+def summarize(source: Source, target: Target) -> JsonObject:
+    """Return what was prepared, as JSON can hold it."""
+    splits = source.splits
     shards = [shard for split in SPLITS for shard in target.finished_shards[split]]
     methods: Counter[str] = Counter()
     for shard in shards:
@@ -281,7 +308,7 @@ def _summarize(splits: Splits, kind: str, target: Target) -> JsonObject:
     bytes_out = sum(shard["bytes"] for shard in shards)
     return {
         "prepared": str(target.folder),
-        "source": kind,
+        "source": source.kind,
         "classes": len(splits.classes),
         "images": {split: len(getattr(splits, split)) for split in SPLITS},
         "shards": len(shards),

@@ -68,25 +68,47 @@ class Target:
                 raise UserError(f"{folder} is not empty and holds nothing that was prepared; name another folder")
             return cls(folder, settings)
         try:
-            content = json.loads(read_text(path, catalog.MAX_JOURNAL_BYTES))
-            before = Settings(**content["settings"])
-            shards = {split: [dict(_check_shard(shard)) for shard in content["shards"][split]] for split in SPLITS}
-            target = cls(folder, before, str(content["source"]), shards, bool(content["finished"]))
+            target = cls.parse(folder, read_text(path, catalog.MAX_JOURNAL_BYTES))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}; remove it, or name another folder") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError):
             raise UserError(f"{path} is damaged; remove the folder {folder} and prepare it again") from None
-        if before != settings:
-            differences = ", ".join(_describe_differences(before, settings))
-            raise UserError(
-                f"{folder} was started with other settings ({differences}); repeat those or name another folder"
-            )
+        target.check_settings(settings, str(folder))
         return target
+
+    @classmethod
+    def parse(cls, folder: Path, text: str) -> "Target":
+        """Return the state that a journal describes.
+
+        Raises:
+            UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError: it is damaged.
+        """
+        content = json.loads(text)
+        shards = {split: [dict(_check_shard(shard)) for shard in content["shards"][split]] for split in SPLITS}
+        settings = Settings(**content["settings"])
+        return cls(folder, settings, str(content["source"]), shards, bool(content["finished"]))
+
+    def check_settings(self, settings: Settings, where: str) -> None:
+        """Refuse settings other than those that a target was started with.
+
+        Args:
+            settings: those of now.
+            where: the target, as the user knows it.
+        """
+        if self.settings != settings:
+            differences = ", ".join(_describe_differences(self.settings, settings))
+            raise UserError(
+                f"{where} was started with other settings ({differences}); repeat those or name another folder"
+            )
+
+    def check_source(self, source: str, where: str) -> None:
+        """Refuse a source, by its digest, other than the one that a target was started from."""
+        if self.source not in ("", source):
+            raise UserError(f"{where} was started from other data, or it has changed since; name another folder")
 
     def start(self, source: str) -> "Target":
         """Return this target for a source, without shards that were lost since; remove shards that are not listed."""
-        if self.source not in ("", source):
-            raise UserError(f"{self.folder} was started from other data, or it has changed since; name another folder")
+        self.check_source(source, str(self.folder))
         intact = {split: list(takewhile(self._is_intact, self.finished_shards[split])) for split in SPLITS}
         names = {shard["name"] for split in SPLITS for shard in intact[split]}
         for split in SPLITS:

@@ -40,8 +40,12 @@ def list_places(model: EfficientNet) -> Places:
     return dict(_iterate_places(model))
 
 
-def check_style(model: EfficientNet) -> None:
-    """Refuse a model that would compute something else with these weights.
+def check_style(model: EfficientNet, owner: str = "efficientnet_pytorch's") -> None:
+    """Refuse a model that would compute something else with weights that were trained in TensorFlow.
+
+    Args:
+        model: the network that they are for.
+        owner: whose weights they are.
 
     Raises:
         UserError: it pads symmetrically, or adds another number to variances; the message says what to set.
@@ -49,7 +53,7 @@ def check_style(model: EfficientNet) -> None:
     stem = get_module(model, "layers.0")
     if stem.conv.padding != "SAME" or stem.norm.epsilon != EPSILON:
         raise UserError(
-            "they are efficientnet_pytorch's, trained with TensorFlow's padding and epsilon; "
+            f"they are {owner}, trained with TensorFlow's padding and epsilon; "
             "add --model.padding same --model.norm_epsilon 1e-3"
         )
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from podscale.errors import UserError
 
@@ -42,9 +41,20 @@ def read_labels(path: Path) -> tuple[str, ...] | None:
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     try:
-        return safetensors.numpy.load_file(path)
+        tensors = safetensors.deserialize(path.read_bytes())
     except safetensors.SafetensorError as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+    return {name: _decode_tensor(path, name, **tensor) for name, tensor in tensors}
+
+
+def _decode_tensor(path: Path, name: str, shape: list[int], dtype: str, data: bytearray) -> np.ndarray:
+    """Return a tensor of a safetensors file; bfloat16, which NumPy itself lacks, as float32 of the same values."""
+    if dtype == "BF16":
+        bits = np.ndarray(shape, np.uint16, data).astype(np.uint32) << 16
+        return np.asarray(bits).view(np.float32)
+    if dtype not in _DTYPES:
+        raise UserError(f"tensor {name} of {path} has type {dtype}; convert the file to float32, float16 or bfloat16")
+    return np.ndarray(shape, _DTYPES[dtype], data)
 
 
 def _read_torch(path: Path) -> dict[str, np.ndarray]:
@@ -69,6 +79,12 @@ def _to_numpy(tensor: Any, torch: Any) -> np.ndarray:
     return wide.detach().numpy()
 
 
+_DTYPES: Mapping[str, str] = MappingProxyType(
+    {"BOOL": "bool"}
+    | {f"F{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)}
+    | {f"I{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)}
+    | {f"U{bits}": f"<u{bits // 8}" for bits in (8, 16, 32, 64)}
+)
 _READERS: Mapping[str, Callable[[Path], dict[str, np.ndarray]]] = MappingProxyType(
     {
         ".safetensors": _read_safetensors,

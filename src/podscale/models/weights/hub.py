@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from podscale.errors import UserError
+from podscale.errors import UserError, get_first_line
 
 PREFIX = "hub:"
 FILE = "model.safetensors"
@@ -38,11 +38,11 @@ def fetch_weights(source: str, cache: str | Path | None = None) -> Path:
     """
     try:
         import huggingface_hub
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors  # submodules: attributes of the package once they are imported
     except ImportError:
         raise UserError(f"{source} needs huggingface_hub, which is not installed; install podscale[hub]") from None
     repository, _, revision = source.removeprefix(PREFIX).partition("@")
-    endpoint = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
+    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     try:
         path = huggingface_hub.hf_hub_download(
             repository, FILE, revision=revision or None, cache_dir=cache, endpoint=endpoint
@@ -60,7 +60,7 @@ def fetch_weights(source: str, cache: str | Path | None = None) -> Path:
     except errors.EntryNotFoundError:
         raise UserError(f"{repository} at {endpoint} has no {FILE}") from None
     except (errors.HfHubHTTPError, OSError) as error:
-        raise UserError(f"cannot download {source} from {endpoint}: {_get_first_line(error)}") from None
+        raise UserError(f"cannot download {source} from {endpoint}: {get_first_line(error)}") from None
     _check_digest(Path(path), source)
     return Path(path)
 
@@ -78,7 +78,3 @@ def _check_digest(path: Path, source: str) -> None:
             return  # the server declares no digest
     if digest != stored.name:
         raise UserError(f"the weights of {source} are damaged: delete {stored} and start again to download them")
-
-
-def _get_first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -20,17 +20,12 @@ def prepare_batch(
     step: jax.Array,
     positions: jax.Array,
     classes: int,
-    seed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Turn uint8 images [n, h, w, 3] and labels [n] at these positions into the inputs of model and loss.
-
-    `seed` replaces the recipe's, so that one compiled program serves all seeds.
-    """
-    key_seed = recipe.train.seed if seed is None else seed
-    images = normalize(recipe, images, _draw_colors(recipe, key_seed, step, positions))
+    """Turn uint8 images [n, h, w, 3] and labels [n] at these positions into the inputs of model and loss."""
+    images = normalize(recipe, images, _draw_colors(recipe, step, positions))
     targets = smooth_labels(labels, classes, recipe.augment.label_smoothing)
     if recipe.augment.mixup or recipe.augment.cutmix or recipe.augment.erase:
-        keys = make_position_keys(key_seed, step, positions)
+        keys = make_position_keys(recipe.train.seed, step, positions)
         if recipe.augment.erase:
             images = jax.vmap(_erase, in_axes=(0, 0, None))(keys, images, recipe.augment.erase)
         if recipe.augment.mixup or recipe.augment.cutmix:
@@ -55,9 +50,7 @@ def normalize(recipe: Recipe, images: jax.Array, colors: tuple[jax.Array, jax.Ar
     return scaled.astype(recipe.model.precision)
 
 
-def _draw_colors(
-    recipe: Recipe, seed: int | jax.Array, step: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array] | None:
+def _draw_colors(recipe: Recipe, step: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """Return factor and offset of the normalized pixels at these positions; None if the recipe changes no colors.
 
     A pixel x becomes (x + shift) · factor; the shift is uniform in ±brightness, the factor in 1 ± contrast. The numbers
@@ -65,7 +58,7 @@ def _draw_colors(
     """
     if not (recipe.augment.brightness or recipe.augment.contrast):
         return None
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), COLOR)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.train.seed), step), COLOR)
     uniform = jax.random.uniform(key, (recipe.batch.size, 2), jnp.float32, -1, 1)[positions]
     factor = 1 + recipe.augment.contrast * uniform[:, 1]
     return factor, recipe.augment.brightness * uniform[:, 0] * factor
@@ -100,9 +93,9 @@ def make_position_keys(seed: int | jax.Array, step: jax.Array, positions: jax.Ar
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(at_step, positions)
 
 
-def make_layer_keys(recipe: Recipe, step: jax.Array, positions: jax.Array, seed: jax.Array | None = None) -> jax.Array:
+def make_layer_keys(recipe: Recipe, step: jax.Array, positions: jax.Array) -> jax.Array:
     """Return one random key per position for the random layers of a model."""
-    keys = make_position_keys(recipe.train.seed if seed is None else seed, step, positions)
+    keys = make_position_keys(recipe.train.seed, step, positions)
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, LAYERS)
 
 

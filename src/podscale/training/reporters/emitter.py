@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -20,12 +21,17 @@ from podscale.data.index.dataset import Index
 from podscale.plan import Plan
 from podscale.processes.group import broadcast_int
 from podscale.processes.stragglers import Straggler
-from podscale.runs.events import METRICS, Callback, Event
+from podscale.runs.events import Callback, Event, ReporterError
 from podscale.runs.folder import Run
 from podscale.runs.ledger import PhaseTimer
 from podscale.training.step import Metrics
 
-FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+FULL = MappingProxyType(
+    {
+        os.strerror(code): f"{fault}; checkpoints are not being written"
+        for code, fault in ((errno.ENOSPC, "disk full"), (errno.EDQUOT, "disk quota exceeded"))
+    }
+)
 WARN_AGAIN_S = 60.0  # after which a problem that lasts is reported again
 
 
@@ -53,7 +59,7 @@ class Emitter:
     def subscribe(self, reporter: Callback, *, writes: bool = False) -> None:
         """Pass all further events to a reporter, and close it in the end if it has a `close`.
 
-        With `writes`, it writes files, and training goes on with a warning where the disk takes no more.
+        With `writes`, training goes on with a warning where the disk takes no more, or it raises a `ReporterError`.
         """
         self._reporters.append((reporter, writes))
         if close := getattr(reporter, "close", None):
@@ -68,7 +74,7 @@ class Emitter:
     def _call(self, work: Callable[[], object], writes: bool) -> object:
         if not writes:
             return work()
-        with self.tolerate(OSError):
+        with self.tolerate(OSError, ReporterError):
             return work()
         return None
 
@@ -148,22 +154,24 @@ class Emitter:
 
     @contextmanager
     def tolerate(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Continue after such an error inside the block, with a warning: a disk that is full now may not stay so."""
+        """Turn such an error inside the block into a warning: a full disk may have space again later."""
         try:
             yield
         except kinds as error:
+            if isinstance(error, ReporterError):
+                self._warn_now_and_then(error.source, f"{error}; training continues")
+                return
             problem = getattr(error, "strerror", None) or str(error)
-            now = time.monotonic()
-            if now - self._warned_at.get(problem, -math.inf) > WARN_AGAIN_S:
-                self._warned_at[problem] = now
-                fault = "takes no more" if problem in FULL else "cannot be written"
-                self.warn(f"{self.run.where} {fault}: {problem}; training continues; existing checkpoints are intact")
+            fault = FULL.get(problem, f"cannot be written: {problem}")
+            message = f"{self.run.where}: {fault}; existing checkpoints are intact; training continues"
+            self._warn_now_and_then(problem, message)
+
+    def _warn_now_and_then(self, problem: str, message: str) -> None:
+        now = time.monotonic()
+        if now - self._warned_at.get(problem, -math.inf) > WARN_AGAIN_S:
+            self._warned_at[problem] = now
+            self.warn(message)
 
     def is_stop_requested(self) -> bool:
         """Whether a reporter has asked to stop at an evaluation; all processes agree."""
         return bool(broadcast_int(self._stop_requested))
-
-
-def select_metrics(reporter: Callback) -> Callback:
-    """Return a reporter that gets only the kinds of events that journals hold."""
-    return lambda event: reporter(event) if event.kind in METRICS else None

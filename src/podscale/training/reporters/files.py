@@ -1,19 +1,24 @@
 """Reporters that write to the run's folder: journal, trackers, HTML report, list of bad images."""
 
-from collections.abc import Callable, Collection, Sequence
+import errno
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import jax
 from rich.console import Console
 
+from podscale.errors import UserError
 from podscale.report import mistakes, page
-from podscale.runs.events import METRICS, Event
+from podscale.runs.events import METRICS, Event, ReporterError
 from podscale.runs.folder import Run
 from podscale.runs.journal import Journal
 from podscale.storage.files import read_lines
 from podscale.training.reporters.background import Background
 from podscale.training.reporters.progress import print_warning
-from podscale.training.reporters.trackers import Tracker, open_trackers
+from podscale.training.reporters.trackers import Tracker, TrackerError, list_trackers, open_tracker
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class JournalReporter:
@@ -42,37 +47,58 @@ class JournalReporter:
 
 
 class TrackerReporter:
-    """Passes events to the trackers, each of which tolerates a full disk by itself.
+    """Passes events to the trackers; what one of them raises does not keep events from the others.
 
     Some trackers do not survive a full disk, so they get an event only if the journal could be written.
     """
 
     def __init__(self, run: Run, names: Collection[str], journal: JournalReporter) -> None:
         self._run, self._names, self._journal = run, names, journal
-        self._trackers: list[Tracker] = []
+        self._trackers = dict[str, Tracker]()
 
     def __call__(self, event: Event) -> None:
         if event.kind not in METRICS:
             return
         if event.kind == "start":
-            self._trackers = open_trackers(self._run, self._names)
+            opens = {name: partial(self._open, name) for name in list_trackers(self._names)}
+            try:
+                _call_all(opens, fatal=UserError)
+            finally:
+                self._write(event)
+        else:
+            self._write(event)
+
+    def _write(self, event: Event) -> None:
         if self._journal.has_space:
-            _call_all([partial(tracker.write, event) for tracker in self._trackers])
+            _call_all({name: partial(tracker.write, event) for name, tracker in self._trackers.items()})
+
+    def _open(self, name: str) -> None:
+        self._trackers[name] = open_tracker(self._run, name)
 
     def close(self) -> None:
-        _call_all([tracker.close for tracker in self._trackers])
+        _call_all({name: tracker.close for name, tracker in self._trackers.items()})
 
 
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make all calls, whatever the disk does; then raise its first error."""
-    errors = []
-    for call in calls:
+def _call_all(calls: Mapping[str, Callable[[], None]], fatal: type[Exception] | None = None) -> None:
+    """Make a call of each tracker, whatever the others raise, unless it is `fatal`.
+
+    Raises:
+        OSError: the disk is full.
+        TrackerError: at least one failed otherwise; it names them all.
+    """
+    errors = dict[str, Exception]()
+    for name, call in calls.items():
         try:
             call()
-        except OSError as error:
-            errors.append(error)
+        except Exception as error:  # other libraries raise anything
+            if fatal and isinstance(error, fatal):
+                raise
+            errors[name] = error
+    failed = {name: error for name, error in errors.items() if getattr(error, "errno", None) not in FULL_DISK}
+    if failed:
+        raise TrackerError(failed) from next(iter(failed.values()))
     if errors:
-        raise errors[0]
+        raise next(iter(errors.values()))
 
 
 class PageReporter:
@@ -85,16 +111,34 @@ class PageReporter:
         if event.kind == "eval":
             self._pages.submit(partial(self._write, event))
         elif event.kind == "end":
-            self._pages.wait()
-            page.write_report(self._run)
+            try:
+                self._pages.wait()
+            finally:
+                self._write_page()
 
     def _write(self, event: Event) -> None:
         predictions, index = event.details["predictions"], event.details["index"]
-        mistakes.write_mistakes(self._run, event.step, predictions, index, self._classes)
-        page.write_report(self._run)
+        with _name_report():
+            mistakes.write_mistakes(self._run, event.step, predictions, index, self._classes)
+        self._write_page()
+
+    def _write_page(self) -> None:
+        with _name_report():
+            page.write_report(self._run)
 
     def close(self) -> None:
         self._pages.close()
+
+
+@contextmanager
+def _name_report() -> Iterator[None]:
+    """Turn what the report's code raises, other than errors of the disk, into a `ReporterError`."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ReporterError("report.html", str(error) or type(error).__name__) from error
 
 
 class BadImagesReporter:

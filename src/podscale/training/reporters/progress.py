@@ -110,7 +110,9 @@ class Lines:
     def update(self, step: int, text: str) -> None:
         if time.monotonic() - self._last >= LINE_INTERVAL_S:
             self._last = time.monotonic()
-            self._console.print(f"{text}  {self._clock.estimate_remaining_s(step):.0f} s left", highlight=False)
+            self._console.print(
+                f"{text}  {format_duration(self._clock.estimate_remaining_s(step))} left", highlight=False
+            )
 
     def print_line(self, text: str) -> None:
         self._console.print(text, highlight=False)
@@ -132,7 +134,7 @@ class Notebook:
         self._cell: Any = display(HTML(self._render()), display_id=True)
 
     def update(self, step: int, text: str) -> None:
-        self._step, self._text = step, f"{text}  {self._clock.estimate_remaining_s(step):.0f} s left"
+        self._step, self._text = step, f"{text}  {format_duration(self._clock.estimate_remaining_s(step))} left"
         if time.monotonic() - self._last >= self.UPDATE_INTERVAL_S:
             self._update()
 
@@ -151,6 +153,16 @@ class Notebook:
         bar = f'<progress max="{self._total}" value="{self._step}" style="width: 24em"></progress>'
         lines = "".join(f"<br>{escape(line)}" for line in self._lines[-12:])
         return f"{bar} {escape(self._text)}{lines}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return hours, minutes and seconds.
+
+    >>> format_duration(86399.6), format_duration(75)
+    ('24:00:00', '0:01:15')
+    """
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}"
 
 
 class _Clock:

@@ -9,16 +9,33 @@ import importlib
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Protocol
 
 from podscale.config.registry import Registry
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
-from podscale.runs.events import Event
+from podscale.runs.events import Event, ReporterError
 from podscale.runs.folder import Run
+from podscale.storage.files import write_atomically
 from podscale.training.reporters import tensorboard_events
+
+
+class TrackerError(ReporterError):
+    """Trackers that failed, by name, each with what it raised.
+
+    >>> print(TrackerError({"mlflow": RuntimeError("connection refused")}))
+    tracker mlflow failed: connection refused
+    """
+
+    def __init__(self, errors: Mapping[str, Exception]) -> None:
+        reasons = [_shorten(error) for error in errors.values()]
+        super().__init__(f"tracker {', '.join(errors)}", "; ".join(reasons))
+
+
+def _shorten(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 class Tracker(Protocol):
@@ -112,7 +129,7 @@ class MLflow:
         if not id_file.exists():
             experiment = mlflow.get_experiment_by_name(os.environ.get("MLFLOW_EXPERIMENT_NAME", "podscale"))
             created = self._client.create_run(experiment.experiment_id, run_name=run.folder.resolve().name)
-            id_file.write_text(created.info.run_id, encoding="utf-8")
+            write_atomically(id_file, created.info.run_id)
             for section, fields in run.recipe.to_dict().items():
                 for field, value in fields.items():
                     self._client.log_param(created.info.run_id, f"{section}.{field}", value)
@@ -139,11 +156,20 @@ def check_trackers(names: Collection[str]) -> None:
             raise UserError(f"there is no tracker {name!r}: {suggest_names(name, TRACKERS)}")
 
 
-def open_trackers(run: Run, names: Collection[str]) -> list[Tracker]:
-    """Open the default trackers and those that are named."""
-    check_trackers(names)
+def list_trackers(names: Collection[str]) -> list[str]:
+    """Return the default trackers and those that are named."""
+    return list(dict.fromkeys((*DEFAULT_TRACKERS, *names)))
+
+
+def open_tracker(run: Run, name: str) -> Tracker:
+    """Open a tracker.
+
+    Raises:
+        UserError: it cannot be started: a run that is not tracked should not start.
+        OSError: the run's folder cannot be written.
+    """
     with _refuse_failed_start():
-        return [TRACKERS[name](run) for name in dict.fromkeys((*DEFAULT_TRACKERS, *names))]
+        return TRACKERS[name](run)
 
 
 def _import_tracker(module: str, package: str) -> Any:
@@ -155,11 +181,10 @@ def _import_tracker(module: str, package: str) -> Any:
 
 @contextmanager
 def _refuse_failed_start() -> Iterator[None]:
-    """Raise a `UserError` if a tracker cannot start: better no run than one that nobody sees."""
+    """Turn the failed start of a tracker into a `UserError`: a run that is not tracked should not start."""
     try:
         yield
     except (UserError, OSError):
         raise
     except Exception as error:  # other libraries raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"a tracker could not be started: {reason[:300]}") from error
+        raise UserError(f"a tracker could not be started: {_shorten(error)}") from error

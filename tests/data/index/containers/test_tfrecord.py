@@ -100,7 +100,7 @@ def test_class_names_are_the_synset_else_the_text_else_the_number(tmp_path):
         (writers.encode_record(writers.encode_example(FEATURES)[:-5]), "longer than the record"),
         (
             writers.encode_record(writers.encode_example(FEATURES | {"image/class/label": b"4"})),
-            "image/class/label is no number",
+            "image/class/label is not a number",
         ),
         (
             writers.encode_record(writers.encode_example(FEATURES | {"image/encoded": 3})),
@@ -113,7 +113,7 @@ def test_class_names_are_the_synset_else_the_text_else_the_number(tmp_path):
             writers.encode_record(writers.encode_example(FEATURES | {"image/class/text": b"a" * 5000})),
             "name is too long",
         ),
-        (writers.encode_record(writers.encode_example(FEATURES | {"image/class/label": -(2**63)})), "is no number"),
+        (writers.encode_record(writers.encode_example(FEATURES | {"image/class/label": -(2**63)})), "is not a number"),
     ],
 )
 def test_refuses_invalid_records(tmp_path, content, error):

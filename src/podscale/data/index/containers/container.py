@@ -30,7 +30,7 @@ from podscale.data.index.containers.entries import (
 from podscale.data.index.containers.sources import BucketContainer, open_source
 from podscale.data.index.table import SPLITS, Strings
 from podscale.errors import StorageError, UserError
-from podscale.storage.window import Window
+from podscale.storage.range_file import RangeFile
 
 MAX_CLASSES = 2**20
 MAX_CLASS_LIST_BYTES = 2**28
@@ -77,6 +77,7 @@ class ContainerSamples:
         label_names: names of some or all numbers in `labels`.
         classes: names of labels 0, 1, ... if the container has such a list.
         ignored: (path, message) of entries that are named like images but are no files.
+        other_formats: extension of each file of an image format that cannot be read.
         sizes: width and height of each image, [n, 2], where the scan has measured them, as it does in a bucket.
     """
 
@@ -88,6 +89,7 @@ class ContainerSamples:
     label_names: dict[int, str] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()
+    other_formats: tuple[str, ...] = ()
     sizes: NDArray[np.int32] | None = None
 
 
@@ -148,7 +150,7 @@ class Reader:
         Raises:
             UserError: it cannot be read; the message contains `name`.
         """
-        file = io.BufferedReader(Window(self.read_range, offset, length), WINDOW_BYTES)
+        file = io.BufferedReader(RangeFile(self.read_range, offset, length), WINDOW_BYTES)
         return decode.read_header(file, name, self._source.measures)
 
     @property

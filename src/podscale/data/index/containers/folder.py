@@ -4,6 +4,8 @@ A folder of class folders alone, CLASS/FILE, is split by rule: every fifth image
 """
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -71,7 +73,9 @@ def find(root: Folder) -> Listing:
         other = next(name for name in SPLITS if name != split)
         for name in set(classes[split]) & set(present[other]) - set(present[split]):
             empty, full = root / split / name, root / other / name
-            raise UserError(f"class folder {empty} holds no images, but {full} does; add some to it, or remove both")
+            others = " ".join(sorted(set(list_other_formats(empty))))
+            advice = f"it holds {others} files, which cannot be read; {CONVERT}" if others else "add some to it"
+            raise UserError(f"class folder {empty} holds no images, but {full} does; {advice}, or remove both")
     paths = {split: tuple(f"{split}/{name}" for name in present[split]) for split in SPLITS}
     changed = {name: stat_folder(root / name) for split in SPLITS for name in (split, *paths[split])}
     without_images = [f"{split}/{name}" for split in SPLITS for name in classes[split] if name not in present[split]]
@@ -115,7 +119,7 @@ def _explain_no_classes(root: Folder, folders: list[str]) -> UserError:
         if any(_has_images(root / name / inner) for inner in _list_folders(root / name)):
             return UserError(f"{root} holds no class folders with images, but {root / name} does; use that path")
     if folders:
-        others = sorted({extension for name in folders for extension in _list_other_formats(root / name)})
+        others = sorted({extension for name in folders for extension in list_other_formats(root / name)})
         if others:
             return UserError(f"the images of {root} are {' '.join(others)} files, which cannot be read; {CONVERT}")
         names = ", ".join(folders[:MAX_NAMES])
@@ -145,20 +149,30 @@ def _has_images(folder: Folder) -> bool:
         raise UserError(f"cannot list the folder {folder}: {error.strerror}; check its permissions") from error
 
 
-def _list_other_formats(folder: Folder) -> list[str]:
+def list_other_formats(folder: Folder) -> list[str]:
     """Return the extension of each file of an image format that cannot be read."""
     names = (entry.name.lower() for entry in list_visible(folder))
     return [extension for name in names if (extension := os.path.splitext(name)[1]) in OTHER_FORMATS]
 
 
-def _describe_other_formats(folder: Folder) -> list[tuple[str, str]]:
-    """Return the path of a class folder and a sentence on its files of other image formats, if there are any."""
-    extensions = _list_other_formats(folder)
-    if not extensions:
-        return []
-    count = "1 file" if len(extensions) == 1 else f"{len(extensions):,} files"
-    kinds = " ".join(sorted(set(extensions)))
-    return [(str(folder), f"{count} of class folder {folder} cannot be read and are ignored ({kinds}); {CONVERT}")]
+def describe_skipped_class(folder: Folder) -> str:
+    """Return a sentence about a class folder without images that can be read."""
+    kinds = " ".join(sorted(set(list_other_formats(folder))))
+    if kinds:
+        return f"class folder {folder} holds only {kinds} files, which cannot be read, and is skipped; {CONVERT}"
+    return f"class folder {folder} holds no images ({' '.join(EXTENSIONS)}) and is skipped; add some or remove it"
+
+
+def describe_other_formats(where: str, counts: Mapping[str, int]) -> str:
+    """Return a sentence about files of other image formats, by extension.
+
+    >>> describe_other_formats("class folder photos/cat", {".heic": 2, ".gif": 1})
+    '3 files of class folder photos/cat cannot be read and are ignored (.gif .heic); convert them to .jpg or .png'
+    """
+    total = sum(counts.values())
+    count = "1 file" if total == 1 else f"{total:,} files"
+    are = "is" if total == 1 else "are"
+    return f"{count} of {where} cannot be read and {are} ignored ({' '.join(sorted(counts))}); {CONVERT}"
 
 
 def scan(container: str | BucketContainer) -> ContainerSamples:
@@ -170,7 +184,9 @@ def scan(container: str | BucketContainer) -> ContainerSamples:
     entries = [entry for entry in list_visible(folder) if entry.name.lower().endswith(EXTENSIONS)]
     names = sorted(entry.name for entry in entries if is_file(entry))
     others = sorted((entry.path, describe_entry(entry)) for entry in entries if not is_file(entry))
-    others += _describe_other_formats(folder)
+    formats = tuple(list_other_formats(folder))
+    if formats:
+        others.append((str(folder), describe_other_formats(f"class folder {folder}", Counter(formats))))
     if split and len(names) < 2:
         raise UserError(
             f"class folder {folder} holds {len(names)} image; a class needs two, one to train on and one to validate on"
@@ -188,6 +204,7 @@ def scan(container: str | BucketContainer) -> ContainerSamples:
         Strings.from_names(names),
         class_names=(folder.name,),
         ignored=() if split == "val" else tuple(others),  # once, of a folder that both splits share
+        other_formats=() if split == "val" else formats,
     )
 
 

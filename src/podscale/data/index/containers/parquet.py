@@ -28,7 +28,7 @@ from podscale.data.index.containers.entries import Folder
 from podscale.data.index.containers.sources import BucketContainer
 from podscale.data.index.containers.thrift import Struct
 from podscale.errors import UserError
-from podscale.storage.window import Window
+from podscale.storage.range_file import RangeFile
 
 LAYOUT = "train*.parquet and validation*.parquet (or val*, test*), or folders of these names"
 COLUMNS = ((b"image", b"bytes"), (b"image",))
@@ -53,7 +53,7 @@ def scan(path: str | BucketContainer) -> ContainerSamples:
         footer = _read_footer(reader)
         ranges = _locate_images(reader, footer)
         names = _parse_class_names(footer)
-        labels = _read_labels(reader, None if isinstance(path, str) else Window(reader.read_range, 0, reader.size))
+        labels = _read_labels(reader, None if isinstance(path, str) else RangeFile(reader.read_range, 0, reader.size))
     if len(ranges) != len(labels) or not len(labels):
         raise UserError(f"{path} has {len(ranges)} images and {len(labels)} labels; write it again")
     measured = ranges[:, 2:].astype(np.int32) if reader.has_measured else None
@@ -67,7 +67,7 @@ def _check_pyarrow() -> None:
         raise UserError("parquet files need pyarrow; install it: pip install 'podscale[parquet]'") from error
 
 
-def _read_labels(reader: Reader, window: Window | None) -> NDArray[np.int64]:
+def _read_labels(reader: Reader, window: RangeFile | None) -> NDArray[np.int64]:
     """Return the labels of a file on disk, or of an object through a window."""
     import pyarrow
     from pyarrow import parquet

@@ -201,7 +201,7 @@ def _parse_size(reader: Reader, header: bytes, at: int) -> int:
     digits = header[124:136]
     size = int.from_bytes(digits[1:], "big") if digits[0] == 0x80 else _parse_octal(digits)  # GNU, 8 GiB and more
     if size is None:
-        raise reader.make_damage_error(at, f"the length of the member {_parse_name(header)} is no number")
+        raise reader.make_damage_error(at, f"the length of the member {_parse_name(header)} is not a number")
     return size
 
 
@@ -234,7 +234,7 @@ def _parse_pax_size(reader: Reader, pax: dict[str, str], at: int, length: int) -
     if "size" not in pax:
         return length
     if not (pax["size"].isascii() and pax["size"].isdigit() and len(pax["size"]) < 20):
-        raise reader.make_damage_error(at, "a member's attributes give it a length that is no number")
+        raise reader.make_damage_error(at, "a member's attributes give it a length that is not a number")
     return int(pax["size"])
 
 

@@ -143,7 +143,7 @@ def _parse_integer(reader: Reader, start: int, end: int) -> int:
             value = value - 2**64 if value >= 2**63 else value
             if abs(value) < 2**62:
                 return value
-    raise reader.make_damage_error(start, "a record's image/class/label is no number")
+    raise reader.make_damage_error(start, "a record's image/class/label is not a number")
 
 
 def _iterate_submessages(reader: Reader, start: int, end: int, field: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Checkpoints: their format, saving together, verification, and where they are stored."""
