@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import sys
 import uuid
 from collections import Counter
 from importlib import metadata
@@ -138,6 +139,17 @@ def short_run(session_folder):
     from support import short_run
 
     return train_once(session_folder / "short", short_run.train)
+
+
+@pytest.fixture
+def registries(monkeypatch):
+    """What the test adds to a registry of the package is gone after it."""
+    import podscale.training.loop  # noqa: F401  what a training needs, and thereby every registry
+    from podscale.config.registry import Registry
+
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "podscale"]
+    for value in [value for module in modules for value in vars(module).values() if isinstance(value, Registry)]:
+        monkeypatch.setattr(value, "_parts", dict(value))
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 from rich.console import Console
-from support import small_models
 
 import podscale
-from podscale.config import fields
 from podscale.optim import optimizers
 from podscale.optim.sgd import make_sgd
 from podscale.parallel import input_kinds, inputs, strategies
@@ -19,17 +17,6 @@ from podscale.parallel.shared_matrices import GROUP_AXES
 from podscale.parallel.summation import PAYLOADS, Replicated
 from podscale.pod import ALL_AXES
 from podscale.recipe import Optimizer
-
-
-@pytest.fixture
-def registries(monkeypatch):
-    """Registries that are restored afterwards."""
-    for registry in (strategies.STRATEGIES, input_kinds.INPUTS, optimizers.RULES, fields.ADDED_CHOICES):
-        monkeypatch.setattr(registry, "_parts", dict(registry))
-    small_models.register_models()
-    yield
-    small_models.unregister_models()
-
 
 # --- a summation strategy --------------------------------------------------------------------------------------------
 
@@ -117,7 +104,7 @@ def train(folder, changes, options, limit):
 
 
 @pytest.mark.heavy
-@pytest.mark.usefixtures("registries")
+@pytest.mark.usefixtures("registries", "small_models")
 def test_added_parts_train_together_to_the_same_losses(tmp_path):
     add_summation()
     input_kinds.register_input(GrayInput())

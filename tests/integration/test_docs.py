@@ -1,6 +1,5 @@
 """The documentation is true: its links work, its code runs, its commands parse, its tables equal the code."""
 
-import copy
 import dataclasses
 import doctest
 import json
@@ -14,15 +13,9 @@ import pytest
 from podscale import recipe as recipes
 from podscale.cli import arguments as cli_arguments
 from podscale.cli import parser
-from podscale.config import fields
 from podscale.config.options import Options, PodOptions
-from podscale.data.index import catalog
-from podscale.models import registry
-from podscale.optim import optimizers
-from podscale.parallel import strategies
 from podscale.recipe import SECTIONS
 from podscale.study import grid
-from podscale.training.reporters import trackers
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "podscale"
@@ -95,18 +88,9 @@ CODE = [(page, line, source) for page in PAGES for line, source in list_blocks(p
 
 
 @pytest.fixture
-def isolated(tmp_path, monkeypatch):
+def isolated(tmp_path, monkeypatch, registries):
     """An empty working directory, and registries that are restored afterwards."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(strategies.STRATEGIES, "_parts", dict(strategies.STRATEGIES))
-    monkeypatch.setattr(registry.MODELS, "_parts", dict(registry.MODELS))
-    for module, name in (
-        (optimizers, "RULES"),
-        (catalog, "FORMATS"),
-        (trackers, "TRACKERS"),
-        (fields, "ADDED_CHOICES"),
-    ):
-        monkeypatch.setattr(module, name, copy.deepcopy(getattr(module, name)))
 
 
 @pytest.mark.usefixtures("isolated")
