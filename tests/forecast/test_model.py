@@ -178,9 +178,9 @@ def test_a_sharded_update_takes_its_share_of_the_time():
     assert predict("v3:32x32", software=Software(shards_update=True)).compute_s == pytest.approx(sharded)
 
 
-def test_a_plan_says_what_sharding_the_update_saves_or_costs():
+def test_a_plan_says_what_dividing_the_update_saves_or_costs():
     here, there = predict("v3:8x8"), predict("v3:8x8", summation="sharded")
-    assert here.sharding_saves_s == pytest.approx(here.step_s - there.step_s)
+    assert here.divided_update_saves_s == pytest.approx({"sharded": here.step_s - there.step_s})
     assert "plan.summation sharded saves" in dict(model.format_rows(here))["update"]
     assert "plan.summation sharded costs" in dict(model.format_rows(predict("v4:8x8x8")))["update"]
     assert all("update" not in dict(model.format_rows(result)) for result in (there, predict("h100:8x8")))

@@ -24,7 +24,7 @@ from podscale.forecast.compute import (
 from podscale.forecast.orthogonalization import predict_orthogonalization_s
 from podscale.forecast.software import PODSCALE, Software
 from podscale.parallel.strategies import STRATEGIES
-from podscale.parallel.summation import PAYLOADS, Load
+from podscale.parallel.summation import PAYLOADS, Load, Summation
 from podscale.plan import Plan
 from podscale.recipe import list_size_shares
 
@@ -72,10 +72,18 @@ class Forecast:
         }
 
     @property
-    def sharding_saves_s(self) -> float:
-        """Seconds that `plan.summation sharded` saves in a step whose sums hide behind nothing; below 0: it costs."""
-        share = 1 / self.plan.pod.size
-        return self.update_s * (1 - share) + self.summation_s - self.summations["sharded"]
+    def divided_update_saves_s(self) -> dict[str, float]:
+        """Seconds that each strategy with less of the update on a device saves in a step whose sums hide behind
+        nothing; below 0: it costs.
+        """
+        devices = self.plan.pod.size
+        share = _compute_update_share(self.plan.summation, devices)
+        shares = {name: _compute_update_share(strategy, devices) for name, strategy in STRATEGIES.items()}
+        return {
+            name: self.update_s * (1 - other / share) + self.summation_s - self.summations[name]
+            for name, other in shares.items()
+            if other < share
+        }
 
     @property
     def images_per_s(self) -> float:
@@ -130,7 +138,8 @@ def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Fore
     """
     row = get_chip(plan.pod.kind)
     images_s = plan.micro_batches * predict_images_s(row, work, plan.micro_images, software)
-    share = _compute_update_share(plan, software)
+    devices = plan.pod.size
+    share = 1 / devices if software.shards_update else _compute_update_share(plan.summation, devices)
     compute_s = images_s + predict_update_s(row, work, software, share)
     ideal_s = plan.images_per_device / predict_best_rate(row, work)
     load, links = _make_load(plan, work, software), network.PodLinks(plan.pod)
@@ -153,12 +162,9 @@ def make_forecast(plan: Plan, work: Work, software: Software = PODSCALE) -> Fore
     )
 
 
-def _compute_update_share(plan: Plan, software: Software) -> float:
+def _compute_update_share(strategy: Summation, devices: int) -> float:
     """Return the share of the parameters that each device updates."""
-    devices = plan.pod.size
-    if software.shards_update:
-        return 1 / devices
-    return plan.summation.count_state_bytes(devices, devices) / devices
+    return strategy.count_state_bytes(devices, devices) / devices
 
 
 def _make_load(plan: Plan, work: Work, software: Software) -> Load:
@@ -270,7 +276,7 @@ def format_rows(forecast: Forecast) -> list[tuple[str, str]]:
         ),
         ("limited by", forecast.limit),
         ("summations", others),
-        *_format_sharding(forecast),
+        *_format_update(forecast),
         (
             "host input",
             f"{forecast.host_images_per_s:,.0f} images/s per host needed, {forecast.host_capacity:,.0f} decoded by its "
@@ -279,13 +285,15 @@ def format_rows(forecast: Forecast) -> list[tuple[str, str]]:
     ]
 
 
-def _format_sharding(forecast: Forecast) -> list[tuple[str, str]]:
-    """Return a row on what each device spends on the update, where that is known and the update is not sharded yet."""
-    if not forecast.update_s or forecast.plan.options.summation == "sharded":
+def _format_update(forecast: Forecast) -> list[tuple[str, str]]:
+    """Return a row on what each device spends on the update, where that is known and could be divided."""
+    effects = [
+        f"plan.summation {name} {'saves' if saved_s > 0 else 'costs'} {abs(saved_s) * 1e3:.2f} ms a step"
+        for name, saved_s in forecast.divided_update_saves_s.items()
+    ]
+    if not forecast.update_s or not effects:
         return []
-    saves = forecast.sharding_saves_s
-    effect = f"{'saves' if saves > 0 else 'costs'} {abs(saves) * 1e3:.2f} ms a step"
-    return [("update", f"{forecast.update_s * 1e3:.2f} ms on every device; plan.summation sharded {effect}")]
+    return [("update", f"{forecast.update_s * 1e3:.2f} ms on every device; {', '.join(effects)}")]
 
 
 def to_dict(forecast: Forecast) -> JsonObject:
