@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from podscale.errors import UserError
 from podscale.parallel.placement import fill
@@ -26,7 +26,11 @@ from podscale.pod import CORE, TILE, Pod
 
 SCOPE = "batch_norm"  # a profile of the compiled step finds batch norm by this name
 
-Activation = Callable[[jax.Array], jax.Array]  # elementwise and differentiable
+Activation = Callable[[Array], Array]  # elementwise and differentiable
+Values: TypeAlias = Float[Array, "images *places channels"]  # of one device's images
+Statistic: TypeAlias = Float[Array, "channels"]
+GroupedValues: TypeAlias = Float[Array, "groups group_images all_places channels"]
+Affine: TypeAlias = Float[Array, "groups channels"]
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,8 @@ class BatchNorm(nnx.Module):
         self.use_running_average = True
 
     def __call__(
-        self, x: jax.Array, use_running_average: bool | None = None, activation: Activation | None = None
-    ) -> jax.Array:
+        self, x: Values, use_running_average: bool | None = None, activation: Activation | None = None
+    ) -> Values:
         """Normalize x [images, ..., channels].
 
         Args:
@@ -134,12 +138,12 @@ class BatchNorm(nnx.Module):
         self.moments = Moments(moments)
         return y
 
-    def compute_affine(self, sums: jax.Array | None, rows: int) -> tuple[jax.Array, jax.Array]:
-        """Return the normalization as a factor and an offset, [groups, channels] each, for fused layers.
+    def compute_affine(self, sums: Float[Array, "2 groups channels"] | None, rows: int) -> tuple[Affine, Affine]:
+        """Return the normalization as a factor and an offset, for fused layers.
 
         Args:
-            sums: sums of the values and of their squares over this device's part of each group, [2, groups, channels];
-                autodiff gives them their gradient, in one message. None: use the running statistics, for any groups.
+            sums: sums of the values and of their squares over this device's part of each group; autodiff gives them
+                their gradient, in one message. None: use the running statistics, for any groups.
             rows: values of each group and channel on this device.
         """
         if sums is None:
@@ -151,7 +155,7 @@ class BatchNorm(nnx.Module):
         factor = self._get_scale() * lax.rsqrt(var + self.epsilon)
         return factor, self.bias[...] - mean * factor
 
-    def _get_scale(self) -> jax.Array:
+    def _get_scale(self) -> Statistic:
         return jnp.ones_like(self.bias[...]) if self.scale is None else self.scale[...]
 
 
@@ -176,13 +180,13 @@ def update_running_statistics(stats: PyTree, moments: PyTree, momentum: float) -
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def normalize(
-    x: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    x: Values,
+    scale: Statistic,
+    bias: Statistic,
     groups: Groups = Groups(),
     epsilon: float = 1e-5,
     activation: Activation | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Values, Float[Array, "2 channels"]]:
     """Normalize every group of images by the group's own mean and variance.
 
     The gradient is written out because it sums over devices: both directions then cost exactly one message, and nothing
@@ -191,22 +195,22 @@ def normalize(
     write and read them.
 
     Args:
-        x: activations of this device's images, [images, ..., channels].
-        scale: [channels]; its dtype is that of the statistics.
-        bias: [channels].
+        x: activations of this device's images.
+        scale: its dtype is that of the statistics.
+        bias: added after the scale.
         groups: how images map to groups.
         epsilon: added to the variance.
         activation: applied to the normalized values.
 
     Returns:
-        x normalized, in the dtype of x, and the mean over this device's groups of (mean, variance), [2, channels].
+        x normalized, in the dtype of x, and the mean over this device's groups of (mean, variance).
     """
     return _normalize_forward(x, scale, bias, groups, epsilon, activation)[0]
 
 
 @jax.named_scope(SCOPE)
 def _normalize_forward(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, groups: Groups, epsilon: float, activation: Activation | None
+    x: Values, scale: Statistic, bias: Statistic, groups: Groups, epsilon: float, activation: Activation | None
 ) -> Any:
     grouped = _split_groups(x, groups)
     wide = grouped.astype(scale.dtype)
@@ -222,10 +226,10 @@ def _normalize_forward(
 @jax.named_scope(SCOPE)
 def _normalize_backward(
     groups: Groups, epsilon: float, activation: Activation | None, residuals: Any, cotangents: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Values, Statistic, Statistic]:
     x, scale, bias, mean, inverse_std = residuals
 
-    def normalize_again(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normalize_again(x: Values) -> tuple[GroupedValues, GroupedValues]:
         """Return the normalized values, and the gradient with respect to the activation's input."""
         grouped = _split_groups(x, groups)
         dy = _split_groups(cotangents[0], groups).astype(scale.dtype)
@@ -253,13 +257,13 @@ normalize.defvjp(_normalize_forward, _normalize_backward)
 
 @jax.named_scope(SCOPE)
 def _apply_affine(
-    x: jax.Array,
-    mean: jax.Array,
-    inverse_std: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
+    x: Float[Array, "*values channels"],
+    mean: Float[Array, "*groups channels"],
+    inverse_std: Float[Array, "*groups channels"],
+    scale: Statistic,
+    bias: Statistic,
     activation: Activation | None = None,
-) -> jax.Array:
+) -> Float[Array, "*values channels"]:
     y = (x.astype(scale.dtype) - mean) * (inverse_std * scale) + bias
     return (y if activation is None else activation(y)).astype(x.dtype)
 
@@ -277,25 +281,19 @@ def sum_over_tile(sums: Float[Array, "*sums"], groups: Groups) -> Float[Array, "
     return sums
 
 
-def _split_groups(
-    x: Float[Array, "images *places channels"], groups: Groups
-) -> Float[Array, "groups group_images all_places channels"]:
-    """[images, ..., channels] -> [groups, images of a group, places, channels]"""
+def _split_groups(x: Values, groups: Groups) -> GroupedValues:
     images = groups.images or x.shape[0]
     return x.reshape(x.shape[0] // images, images, -1, x.shape[-1])
 
 
-def _sum_groups(values: jax.Array) -> jax.Array:
-    """[groups, images, places, channels] -> [groups, 1, 1, channels]
-
-    Each image is summed first; on a GPU, summing all at once is neither faster nor slower (docs/results.md).
-    """
+def _sum_groups(
+    values: Inexact[Array, "groups group_images all_places channels"],
+) -> Inexact[Array, "groups 1 1 channels"]:
+    """Each image is summed first; on a GPU, summing all at once is neither faster nor slower (docs/results.md)."""
     return values.sum(axis=2, keepdims=True).sum(axis=1, keepdims=True)
 
 
-def _sum_groups_jointly(
-    first: Float[Array, "groups images places channels"], second: Float[Array, "groups images places channels"]
-) -> Float[Array, "2 groups 1 1 channels"]:
+def _sum_groups_jointly(first: GroupedValues, second: GroupedValues) -> Float[Array, "2 groups 1 1 channels"]:
     """Return the group sums of two arrays, stacked, by one reduction over complex numbers.
 
     XLA fuses into a reduction what it reads. With two reductions it would compute what both read twice, or store it.
@@ -304,7 +302,7 @@ def _sum_groups_jointly(
     return jnp.stack([sums.real, sums.imag])
 
 
-def _count_values(grouped: jax.Array, groups: Groups) -> int:
+def _count_values(grouped: GroupedValues, groups: Groups) -> int:
     """Return how many values each statistic of a group averages over."""
     return grouped.shape[1] * grouped.shape[2] * _count_devices(groups)
 

@@ -41,12 +41,15 @@ STEPS_TO_TUNE = 30_000  # from so many on, a faster step earns back the time tha
 OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
 Images = UInt8[Array, "micro_batches images height width 3"]  # of one device and update
 Labels = Int[Array, "micro_batches images"]
+Truth = Int[Array, "examples"]  # labels of what is evaluated
+Logits = Float[Array, "examples classes"]
+Predictions = Float[Array, "examples 3"]
 
 
 class State(NamedTuple):
     """Everything that training changes; the same on every device at every step."""
 
-    step: jax.Array
+    step: Int[Array, ""]
     params: Tree
     stats: Tree
     optimizer: optax.OptState
@@ -56,20 +59,20 @@ class State(NamedTuple):
 class Metrics(NamedTuple):
     """Metrics of one update, over the global batch."""
 
-    loss: jax.Array
-    accuracy: jax.Array
-    grad_norm: jax.Array
-    learning_rate: jax.Array
-    skipped: jax.Array  # 1 if loss or gradient was not finite, and only the step counter changed
+    loss: Float[Array, "*steps"]
+    accuracy: Float[Array, "*steps"]
+    grad_norm: Float[Array, "*steps"]
+    learning_rate: Float[Array, "*steps"]
+    skipped: Float[Array, "*steps"]  # 1 if loss or gradient was not finite, and only the step counter changed
 
 
 class EvalCounts(NamedTuple):
     """What evaluation counts; whole numbers, so that no example is lost or counted twice."""
 
-    examples: jax.Array
-    correct: jax.Array
-    correct_top5: jax.Array
-    loss: jax.Array  # summed over examples
+    examples: Int[Array, ""]
+    correct: Int[Array, ""]
+    correct_top5: Int[Array, ""]
+    loss: Float[Array, ""]  # summed over examples
 
 
 def init_state(recipe: Recipe, params: Tree, stats: Tree, optimizer: optax.GradientTransformation) -> State:
@@ -318,7 +321,7 @@ def _get_dtype(state: State) -> jnp.dtype:
 
 
 def make_eval_call(net: FunctionalModel, plan: Plan, mesh: Mesh) -> Any:
-    """Return the jitted call: (params, stats, images [E, h, w, 3], labels [E], counts) -> counts, predictions [E, 3].
+    """Return the jitted call: (params, stats, images, labels, counts) -> counts, predictions.
 
     Labels of -1 are padding; others below 0 are examples whose image cannot be read: they count as wrong. Predictions
     are, of each example, the predicted class (-1 if there is none), its probability, and that of the true class.
@@ -327,8 +330,8 @@ def make_eval_call(net: FunctionalModel, plan: Plan, mesh: Mesh) -> Any:
     net = net.use_kernels(plan.kernels)
 
     def call(
-        params: Tree, stats: Tree, images: jax.Array, labels: jax.Array, counts: EvalCounts
-    ) -> tuple[EvalCounts, jax.Array]:
+        params: Tree, stats: Tree, images: UInt8[Array, "examples height width 3"], labels: Truth, counts: EvalCounts
+    ) -> tuple[EvalCounts, Predictions]:
         logits = views.evaluate_views(net, plan.recipe, params, stats, images)
         counts = jax.tree.map(jnp.add, counts, lax.psum(_count_correct(logits, labels), ALL_AXES))
         return counts, _predict_classes(logits, labels)
@@ -350,7 +353,7 @@ def zero_counts() -> EvalCounts:
     return EvalCounts(*(jnp.zeros((), kind) for kind in (jnp.int32, jnp.int32, jnp.int32, jnp.float32)))
 
 
-def _count_correct(logits: jax.Array, labels: jax.Array) -> EvalCounts:
+def _count_correct(logits: Logits, labels: Truth) -> EvalCounts:
     target = jnp.maximum(labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
     readable, finite = labels >= 0, jnp.isfinite(losses)  # a diverged model is right about nothing
@@ -366,7 +369,7 @@ def _count_correct(logits: jax.Array, labels: jax.Array) -> EvalCounts:
     )
 
 
-def _predict_classes(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _predict_classes(logits: Logits, labels: Truth) -> Predictions:
     """Return class, its probability and that of the true class, as `make_eval_call` says."""
     probabilities = jax.nn.softmax(logits.astype(jnp.float32))
     of_target = jnp.take_along_axis(probabilities, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
