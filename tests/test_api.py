@@ -23,12 +23,20 @@ RECORD = Path(__file__).with_name("public_api.txt")
 # --- signatures ------------------------------------------------------------------------------------------------------
 
 
+UNION = re.compile(r"Union\[((?:[^\[\]]|\[[^\[\]]*\])*)\]")
+
+
 def format_signature(function):
-    """Return a signature without `self`, without the modules of types, and without the fields of defaults."""
+    """Return a signature without `self`, without the modules of types, and without the fields of defaults.
+
+    Types are written alike in all versions of Python.
+    """
     signature = inspect.signature(function)
     parameters = [parameter for name, parameter in signature.parameters.items() if name not in ("self", "cls")]
     text = str(signature.replace(parameters=parameters))
     text = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", text)  # modules vary with the versions of libraries
+    text = UNION.sub(lambda union: re.sub(r", (?![^\[]*\])", " | ", union[1]), text)
+    text = re.sub(r"\*<class '(\w+)'>", r"Unpack[\1]", text)
     return re.sub(r"= (\w+)\([^()]*\)", r"= \1()", text)
 
 
