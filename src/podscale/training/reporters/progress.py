@@ -21,7 +21,8 @@ class ProgressReporter:
     def __init__(self, plan: Plan, ledger: PhaseTimer, console: Console, start: int) -> None:
         self._plan, self._ledger, self._console, self._start = plan, ledger, console, start
         self._display: Display | None = None
-        self._accuracy = ""
+        self._accuracy = ""  # of the newest evaluation, as the bar shows it
+        self._update_event: Event | None = None  # of the newest update
         self._start_s = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
@@ -31,12 +32,18 @@ class ProgressReporter:
         elif event.kind == "warning":
             print_warning(self._console, event.values["message"])
         elif self._display and event.kind == "train" and event.details["ends_call"]:
-            self._display.update(event.step, self._format_progress(event))
+            self._update_event = event
+            self._show_progress()
         elif self._display and event.kind == "eval":
             self._accuracy = f"val {event.values['accuracy']:.2%}  "
             images = f"({event.values['examples']:,} images)"
             accuracy = f"validation accuracy {event.values['accuracy']:.2%} {images}"
             self._display.print_line(f"epoch {event.epoch:.1f}: {accuracy}, {event.values['run_s']:.1f} s")
+            self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self._display and self._update_event:
+            self._display.update(self._update_event.step, self._format_progress(self._update_event))
 
     def _format_progress(self, event: Event) -> str:
         waited = self._ledger.seconds["input wait"] / max(time.perf_counter() - self._start_s, 1e-9)
