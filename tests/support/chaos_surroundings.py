@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from support.chaos_training import ChaosTraining, TrialError
+from support.shifted_clock import COMPILER, YEAR_S, shift_clock
 
-FAKETIME = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
 MEMORY = Path("/sys/fs/cgroup/memory")
 UNREADABLE_FILE = "/proc/self/mem"  # reading its first bytes is an input/output error, for root too
 LITTLE_MIB = 120
@@ -116,9 +116,9 @@ def change_surroundings(training, draw):
     training.kill()
     zone = {"TZ": draw.choice(["Pacific/Kiritimati", ":nowhere/at/all"])}
     language = {"LC_ALL": draw.choice(["C", "tr_TR.UTF-8"]), "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    clock = {"FAKETIME": draw.choice(["+1y", "-1y", "+3h"]), "LD_PRELOAD": str(FAKETIME)}
-    clock |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1"}
-    training.start(environment=draw.choice([zone, language, *([clock] if FAKETIME else [])]))
+    shift_s = draw.choice([YEAR_S, -YEAR_S, 3 * 3600])
+    clock = [shift_clock(shift_s)] if COMPILER else []
+    training.start(environment=draw.choice([zone, language, *clock]))
     return 0.0
 
 
