@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-quick test-slow chaos asan-native check docs wheels bare image bench clean
+.PHONY: train test test-quick test-slow test-oldest chaos asan-native check docs wheels bare image bench clean
 
 train: $(VENV)/.installed ## train the default recipe on a simulated 2x2 torus
 	$(BIN)/podscale train digits --pod.virtual 2x2 --plan.summation torus
@@ -21,6 +21,14 @@ test: $(VENV)/.installed-dev ## the tests
 
 test-slow: $(VENV)/.installed-dev ## all tests, also those that take minutes
 	PODSCALE_TEST_XLA=newer $(PYTEST) -m "slow or not slow"
+
+OLDEST := build/oldest/bin
+
+test-oldest: ## the unit tests with the oldest versions that pyproject.toml allows
+	$(PYTHON) -m venv build/oldest
+	$(OLDEST)/python -m pip install --quiet uv
+	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --resolution lowest-direct --editable '.[dev]'
+	$(OLDEST)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(UNIT) --quick
 
 SECONDS ?= 600
 SEED ?= 0

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image
 from support.jpegs import crop_natively, make_jpeg, make_many_scans, make_ppm
@@ -134,8 +135,9 @@ def test_pillows_own_limit_is_reported_as_a_limit():
     data = b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + canvas
     with pytest.raises(TooLargeError, match="16383x16383 pixels take 7168 MiB"):
         decode_image(data)
-    with pytest.raises(TooLargeError, match="exceeds limit"):
-        decode_image(data, "it", 2**40)
+    if int(PIL.__version__.split(".")[0]) >= 13:  # earlier versions only say that they cannot decode it
+        with pytest.raises(TooLargeError, match="exceeds limit"):
+            decode_image(data, "it", 2**40)
 
 
 @pytest.mark.parametrize("kind", [b"VP8 ", b"VP8L", b"VP8X", b"ABCD"])
