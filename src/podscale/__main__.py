@@ -15,6 +15,7 @@ def run() -> NoReturn:
         stopping.handle_stop_signals()
         from podscale.cli import main
 
+        stopping.raise_postponed()
         main.run()
     except KeyboardInterrupt as error:
         text, code = ("stopped on request", 75) if isinstance(error, TerminatedError) else ("interrupted", 130)

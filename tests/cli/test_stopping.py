@@ -36,6 +36,31 @@ def test_a_signal_during_the_first_imports_is_one_sentence(number, code, text):
 
 
 @pytest.mark.parametrize(("number", "code", "text"), SIGNALS)
+def test_a_signal_is_not_lost_in_an_import_that_swallows_exceptions(tmp_path, number, code, text):
+    """As numpy and jaxlib do; they may even crash."""
+    (tmp_path / "careless.py").write_text(f"""
+import signal
+try:
+    signal.raise_signal({int(number)})
+except BaseException:
+    pass
+print("imported")
+""")
+    program = (
+        "import sys, time\n"
+        "from podscale.__main__ import run\n"
+        "from podscale.cli import main\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "def use_module():\n"
+        "    import careless\n"
+        "    time.sleep(60)\n"
+        "main.main = use_module\n"
+        "run()\n"
+    )
+    assert run_program(program) == (code, "imported\n", f"podscale: {text}\n")
+
+
+@pytest.mark.parametrize(("number", "code", "text"), SIGNALS)
 def test_a_signal_while_a_training_starts_says_what_the_same_command_does(tmp_path, number, code, text):
     program = (
         "from podscale.__main__ import run\n"

@@ -10,7 +10,8 @@ from support.key_values import LocalClient
 from support.processes import PROGRAM, find_free_port, make_environment, wait_for_exit
 
 from podscale.errors import UserError
-from podscale.processes.handshake import SECRET, Handshake, make_token
+from podscale.processes.handshake import Handshake, make_token
+from podscale.processes.job_secret import SECRET
 from podscale.processes.key_value_store import KeyValueStore
 
 

@@ -1,7 +1,8 @@
 """Handle SIGTERM, SIGHUP and Ctrl-C from a command's first moment on; a training replaces these handlers by its own.
 
 Each of them becomes an exception in the main thread. Python raises it only between two of its own instructions, and a
-compilation or a device that does not answer may take minutes: then a thread ends the process.
+compilation or a device that does not answer may take minutes: then a thread ends the process. During an import it is
+put off: numpy and jaxlib lose, replace or crash on an exception that is raised while their native modules are imported.
 """
 
 import os
@@ -15,7 +16,9 @@ from podscale.processes.exit_codes import INTERRUPTED, PREEMPTED
 from podscale.processes.process_end import end_within
 
 GRACE_S = 3.0  # in which the main thread must have raised the exception
+RETRY_S = 0.01  # after which a signal is sent again that came during an import
 _raised = threading.Event()  # as there is one main thread
+_postponed = threading.Event()  # a signal came during an import
 
 
 def handle_stop_signals() -> None:
@@ -36,8 +39,26 @@ def handle_stop_signals() -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        _postponed.set()
+        threading.Timer(RETRY_S, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+        return
     _raised.set()
     raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError
+
+
+def raise_postponed() -> None:
+    """Raise the exception for a signal that came during an import, in case there was one."""
+    if _postponed.is_set():
+        _raised.wait(GRACE_S)  # until the signal comes again
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _start_watching() -> None:

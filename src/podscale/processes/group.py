@@ -18,7 +18,8 @@ from podscale.errors import JoinError, UserError, describe_os_error, get_first_l
 from podscale.processes import heartbeat, host, private_jax, schedulers
 from podscale.processes.elastic import membership
 from podscale.processes.exchange import Exchange
-from podscale.processes.handshake import Handshake, list_versions, read_secret
+from podscale.processes.handshake import Handshake, list_versions
+from podscale.processes.job_secret import read_secret
 from podscale.processes.key_value_store import KeyValueStore, StoreError
 from podscale.processes.monitor import Monitor
 

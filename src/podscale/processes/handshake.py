@@ -12,32 +12,21 @@ main process. All processes end with the same sentence if they differ.
 import hashlib
 import hmac
 import json
-import os
 import platform
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from podscale.errors import UserError
 from podscale.processes.heartbeat import CollectiveFailedError
 from podscale.processes.host import find_version
+from podscale.processes.job_secret import SECRET
 from podscale.processes.key_value_store import KeyValueStore
 
-SECRET = "PODSCALE_JOB_SECRET"  # set by `launch` and by the examples for schedulers
-OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"  # a random key of the job, up to 4.x
 CHALLENGE, VALUES, VERDICT = "podscale/challenge", "podscale/values", "podscale/verdict"  # keys of the store
 TIMEOUT_S = 300.0  # in which all processes must have come this far; JAX's runtime notices sooner that one is dead
 MAX_TEXT = 4096  # of a value that a process shows
 PACKAGES = ("podscale", "jax", "jaxlib")
-
-
-def read_secret(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the secret that the processes of this job share; empty if the platform gives none.
-
-    >>> read_secret({"PODSCALE_JOB_SECRET": "a"}), read_secret({})
-    ('a', '')
-    """
-    return environment.get(SECRET) or environment.get(OPEN_MPI_SECRET, "")
 
 
 def make_token(secret: str, challenge: str, process: int, processes: int) -> str:

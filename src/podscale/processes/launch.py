@@ -22,7 +22,7 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from podscale.errors import UserError
-from podscale.processes import handshake, schedulers
+from podscale.processes import job_secret, schedulers
 from podscale.processes.exit_codes import FINAL_CODES, INTERRUPTED, PEER_LOST, PREEMPTED, RESUME_HINT, USER_ERROR
 from podscale.storage.paths import require_local
 
@@ -144,7 +144,7 @@ class ProcessGroup:
         self, command: list[str], processes: int, gpus: list[str | None], folder: Path, signals: StopSignals
     ) -> None:
         self._folder, self._signals, self._saves = folder, signals, command[0] == "train"
-        self._environment = os.environ | {handshake.SECRET: secrets.token_hex(32)}
+        self._environment = os.environ | {job_secret.SECRET: secrets.token_hex(32)}
         join = ["--coordinator", f"{schedulers.LOOPBACK}:{find_free_port()}", "--processes", str(processes)]
         self._members: list[subprocess.Popen[bytes]] = []
         for number in range(processes):

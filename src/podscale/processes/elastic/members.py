@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from podscale.processes import handshake
+from podscale.processes import job_secret
 from podscale.processes.elastic.control import FD, Connection
 from podscale.processes.launch import die_with_parent
 
@@ -145,7 +145,7 @@ class Starter:
     ) -> None:
         self.spawn = spawn
         self._command = [sys.executable, "-P", "-m", "podscale", *command]
-        self._environment = os.environ | {handshake.SECRET: secrets.token_hex(32)}
+        self._environment = os.environ | {job_secret.SECRET: secrets.token_hex(32)}
         self._gpus, self._folder = gpus, folder
 
     def start(self, slot: int) -> Member:
