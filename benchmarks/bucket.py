@@ -12,8 +12,8 @@ pinned to core 1, and waits before every answer (libnginx-mod-http-echo) where l
 passes of the training order as crops of 224 x 224: the first with empty caches, the second with what the first has
 left on disk. Printed are images per second of wall time, and milliseconds of this process's CPU time per image, which
 other programs on the machine disturb less. A machine's own speed changes from minute to minute, so the disk is measured
-before and after each case, and the case is compared with the mean of both. Before each case as many bytes as the data
-has are written and deleted, since a virtual machine's memory is slow when it is first used. The index is made
+before and after each case, and the case is compared with the mean of both. While a case runs, memory for its cache is
+held ready (`hold_memory`), since a virtual machine's memory is slow when it is first used. The index is made
 beforehand, and so are the files that a peer reads instead of tars; `bucket_index.py` times the index.
 """
 
@@ -31,11 +31,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -43,7 +44,7 @@ from bucket_peers import BATCH, PASSES, SIZE, Clock
 
 LOADER_CORE, SERVER_CORE = 0, 1
 PER_SHARD = 1000
-SCRATCH_BYTES = 2**24
+SCRATCH_BYTES, SPARE_BYTES = 2**24, 2**27
 PEERS_FILE = Path(__file__).with_name("bucket_peers.py")
 PEER_NAMES = MappingProxyType({"webdataset": "WebDataset", "litdata": "LitData", "mds": "MosaicML Streaming"})
 Result = dict[str, float]
@@ -217,13 +218,41 @@ def prepare(arguments: argparse.Namespace, root: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)  # it is left out for lack of data
 
 
-def warm_memory(root: Path) -> None:
-    """Write and delete a file as large as the data, so that no case is the first to use a virtual machine's memory."""
+@contextmanager
+def hold_memory(root: Path) -> Iterator[None]:
+    """Hold as much memory as the data takes, as a file in the page cache, and give it back as `root / "cache"` grows.
+
+    A virtual machine may have to ask its host for memory that it uses for the first time, or again after some seconds:
+    a GB then takes 1.0 instead of 0.15 s of CPU time to write, more than to fetch it.
+    """
     path, size = root / "scratch", sum(path.stat().st_size for path in (root / "tars").glob("*.tar"))
     with path.open("wb") as file:
         for _ in range(-(-size // SCRATCH_BYTES)):
             file.write(bytes(SCRATCH_BYTES))
-    path.unlink()
+    is_over = threading.Event()
+
+    def give_back() -> None:
+        while not is_over.wait(0.01):
+            os.truncate(path, max(size - SPARE_BYTES - measure_folder(root / "cache"), 0))
+
+    thread = threading.Thread(target=give_back)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        path.unlink()
+
+
+def measure_folder(folder: Path) -> int:
+    """Return the bytes of the files in a folder and below it, which others may be deleting."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
 
 
 def show(name: str, results: list[Result], base: list[Result]) -> None:
@@ -262,9 +291,9 @@ def measure_all(arguments: argparse.Namespace, root: Path) -> None:
 
     def measure(name: str, run: Callable[[Path], list[Result]]) -> list[Result]:
         shutil.rmtree(root / "cache", ignore_errors=True)
-        warm_memory(root)
         try:
-            return run(root / "cache")
+            with hold_memory(root):
+                return run(root / "cache")
         except (subprocess.CalledProcessError, StopIteration) as error:
             print(f"{name}: left out, it failed: {error}", flush=True)
             return []
@@ -304,6 +333,7 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measure_podscale(arguments.measure, PASSES)))
         return
+    os.sched_setaffinity(0, {SERVER_CORE})
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         os.chmod(folder, 0o755)
         root = arguments.data or Path(folder)

@@ -10,6 +10,7 @@ import pytest
 from support.faulty_proxy import Fault, FaultyProxy
 
 from podscale.errors import UserError, describe_os_error
+from podscale.storage import cloud
 from podscale.storage.open import open_store
 from podscale.storage.store import ObjectChangedError, make_token
 
@@ -57,10 +58,15 @@ def test_a_listing_goes_on_after_faults_that_pass(store, proxy, kind):
         assert fault.hits == 2
 
 
-def test_a_store_that_is_away_for_a_while_is_waited_for(store, proxy):
+def test_a_store_that_is_away_for_a_while_is_waited_for(store, proxy, monkeypatch, capfd):
+    monkeypatch.setattr(cloud, "ANNOUNCE_S", 1.0)
     proxy.inject(Fault("away", times=-1))
     threading.Timer(1.5, proxy.clear).start()
     assert store.read("x") == DATA
+    assert store.read("x") == DATA
+    assert capfd.readouterr().err == (
+        f"podscale: still waiting for {store.location}/x after 1 s; it is tried for 180 s\n"
+    )
 
 
 def test_a_store_that_stays_away_is_an_error_within_the_time_for_retries(proxy, bucket, monkeypatch):
@@ -162,6 +168,19 @@ def test_keys_are_found_in_the_shared_files_of_a_profile(s3_server, bucket, monk
     store = open_store(f"s3://{bucket}")
     store.write("x", b"1")
     assert store.read("x") == b"1"
+
+
+def test_azure_without_an_account_says_how_to_name_it(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(UserError, match="no account is named; set AZURE_STORAGE_ACCOUNT_NAME and"):
+        open_store("az://container")
+
+
+def test_a_server_that_is_not_there_is_named_with_the_seconds_it_was_tried(monkeypatch):
+    monkeypatch.setenv("PODSCALE_STORE_RETRY_S", "1")
+    with pytest.raises(TimeoutError, match=r"does not answer \(tried for [0-9]+ s\); check the address"):
+        open_store("http://127.0.0.1:1/folder").read("x")
 
 
 def test_settings_that_make_no_sense_are_refused(bucket, monkeypatch):

@@ -22,16 +22,21 @@ def show_progress(console: Console, activity: str = "") -> Iterator[Callable[[st
         A function of the name of what is counted, the number done, and the total.
     """
     last = time.monotonic()  # a short count gets no line
+
+    def print_line(name: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_INTERVAL_S:
+            last = time.monotonic()
+            console.print(f"{activity} {name}: {done:,} of {total:,}".strip(), highlight=False)
+
+    if not console.is_terminal:
+        yield print_line
+        return
     columns = (BarColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", visible=False)
 
-        def report(name: str, done: int, total: int) -> None:
-            nonlocal last
-            text = f"{activity} {name}".strip()
-            bar.update(task, description=text, completed=done, total=total, visible=True)
-            if not console.is_terminal and time.monotonic() - last >= LINE_INTERVAL_S:
-                last = time.monotonic()
-                console.print(f"{text}: {done:,} of {total:,}", highlight=False)
+        def move_bar(name: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{activity} {name}".strip(), completed=done, total=total, visible=True)
 
-        yield report
+        yield move_bar

@@ -7,11 +7,12 @@ repeated, after pauses that grow and are random, for `get_retry_s()` seconds; af
 import errno
 import os
 import random
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from podscale.storage.store import FolderListing, ObjectChangedError, ObjectInfo
 MERGE_GAP = 2**17  # bytes between two ranges that are read with them rather than by another request
 MAX_MERGED = 2**23  # bytes of a merged request
 PART_BYTES = 2**23  # of a multipart upload
+ANNOUNCE_S = 10.0  # after which a request that takes long is announced
 T = TypeVar("T")
 
 
@@ -189,7 +191,8 @@ class CloudStore:
         with self._lock:
             self.requests[kind] += 1
         try:
-            return request()
+            with _announce_wait(where, self._retry_s):
+                return request()
         except Exception as error:
             raise translate_error(error, where) from None
 
@@ -219,6 +222,22 @@ class CloudStore:
         """Return the ETag of an answer. Azure's listings have no quotes around it, which all else there has."""
         etag = answer["e_tag"] or ""
         return f'"{etag}"' if etag and self.location.scheme == "az" and not etag.endswith('"') else etag
+
+
+@contextmanager
+def _announce_wait(where: Location, retry_s: float) -> Iterator[None]:
+    """Say that a request takes long if the main thread waits for it: to its user, the command would seem to hang."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    text = f"podscale: still waiting for {where} after {ANNOUNCE_S:.0f} s; it is tried for {retry_s:.0f} s"
+    timer = threading.Timer(ANNOUNCE_S, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def merge_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, list[int]]]:

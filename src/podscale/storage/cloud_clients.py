@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from podscale.errors import UserError
+from podscale.storage.cloud_errors import CREDENTIALS
 from podscale.storage.locations import Location
 
 RETRY_VARIABLE = "PODSCALE_STORE_RETRY_S"
@@ -53,6 +54,8 @@ def make_client(location: Location) -> Any:
         return store.HTTPStore.from_url(f"{location.scheme}://{location.bucket}", **limits)
     except (exceptions.BaseError, ValueError) as error:
         why = str(error).partition("\n")[0]
+        if why.endswith("Account must be specified"):
+            raise UserError(f"cannot open {location}: no account is named; {CREDENTIALS['az']}") from None
         raise UserError(f"cannot open {location}: {why}; check the settings in the environment") from None
 
 

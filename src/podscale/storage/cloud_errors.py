@@ -83,6 +83,6 @@ def _explain_failure(text: str, where: Location) -> OSError:
         return OSError(errno.EINVAL, "the bucket is in another region; set AWS_REGION", str(where))
     if code and code < 500 and code not in (408, 429):
         return OSError(errno.EIO, answer, str(where))
-    seconds = re.search(r" in ([0-9.]+m?s)", text)
-    tried = f" (tried for {seconds[1]})" if seconds else ""
+    seconds = re.search(r" in ([0-9.]+)s", text)
+    tried = f" (tried for {float(seconds[1]):.0f} s)" if seconds else ""
     return TimeoutError(errno.ETIMEDOUT, f"{answer}{tried}; check the address and the network", str(where))
