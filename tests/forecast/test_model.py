@@ -295,6 +295,7 @@ def search_pods(text, chip_hours=0.0, recipe=RESNET):
     return search.find_fastest_pods(search.SearchRequest.parse(text, chip_hours), recipe, IMAGENET, MEMORY, RESNET50)
 
 
+@pytest.mark.heavy
 def test_every_pod_of_a_search_is_faster_than_the_smaller_ones():
     result = search_pods("v3")
     counts = [f.plan.pod.rows * f.plan.pod.cols for f in result]
@@ -356,6 +357,7 @@ def test_a_search_has_several_slices_where_one_would_be_larger_than_there_are(ki
     assert [pod.shape for pod in search.iterate_pods("v3", 4096)] == ["32x128", "64x64"]
 
 
+@pytest.mark.heavy
 def test_every_plan_of_a_search_fits_the_memory():
     for result in search_pods("v2"):
         need = result.plan.memory.total(result.plan.micro_images, result.plan.input_images)
@@ -387,6 +389,7 @@ def test_a_pod_without_chips_is_refused(text):
 # --- the plot --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.heavy
 def test_the_plot_shows_parts_and_published_points(tmp_path):
     result = search.find_best_by_chips(search.SearchRequest("v3"), RESNET, IMAGENET, MEMORY, RESNET50)
     text = plot.draw_scaling(result, published.load_runs(), "ResNet-50 <on> v3")

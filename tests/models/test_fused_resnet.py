@@ -43,6 +43,7 @@ def test_fused_network_matches_the_modules(block, stem, size):
         assert_close(compute_gradients(net, params, stats, images, Groups(4), REFERENCE), expected, 1e-8)
 
 
+@pytest.mark.heavy
 def test_fused_network_matches_the_modules_over_tiles():
     with jax.enable_x64(True):
         net, params, stats = make_network(BasicBlock, (1, 1), "float64", "small")

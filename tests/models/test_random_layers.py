@@ -73,6 +73,7 @@ class UsersModel(nnx.Module):
         return self.dropout(x)
 
 
+@pytest.mark.heavy
 def test_dropouts_of_a_users_model_take_our_keys():
     net, params, stats = make_functional(UsersModel(nnx.Rngs(0)))
     images, keys = jnp.ones((400, 2, 2, 3)), KEYS

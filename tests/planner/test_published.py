@@ -68,6 +68,7 @@ def test_updates_are_sharded_from_the_round_whose_paper_says_so():
     assert shards == {"0.5": False, "paper": False, "0.6": True, "0.7": True}
 
 
+@pytest.mark.heavy
 def test_the_first_half_is_predicted():
     errors = sorted(abs(c.error) for c in published.compare_runs("first"))
     assert errors[len(errors) // 2] <= 0.05

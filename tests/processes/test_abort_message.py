@@ -115,6 +115,7 @@ def test_a_fatal_error_of_the_runtime_in_a_thread_of_its_own_keeps_its_signal():
     assert LOST_PEER not in done.stderr
 
 
+@pytest.mark.heavy
 @pytest.mark.processes(2)
 def test_losing_process_0_gives_the_sentence_and_the_exit_code():
     address = f"127.0.0.1:{find_free_port()}"
@@ -132,6 +133,7 @@ def test_losing_process_0_gives_the_sentence_and_the_exit_code():
     assert "podscale: process 1 ends: process 0, through which all find each other, is gone" in errors
 
 
+@pytest.mark.heavy
 @pytest.mark.processes(2)
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_second_process_with_a_number_that_is_taken_is_the_reason(number):

@@ -37,11 +37,13 @@ def test_plan_computes_layers_again_only_where_memory_requires_it():
     assert plan_with_memory(64, remat="on").options.remat == "on"
 
 
+@pytest.mark.heavy
 def test_forecast_counts_the_second_forward_pass():
     once, twice = (count_work(VIT.override({"model.remat": remat}), 1000).flops for remat in (False, True))
     assert once * 1.25 < twice < once * (1 + 1 / 3) * (1 + 1e-6)
 
 
+@pytest.mark.heavy
 def test_described_program_is_that_of_the_plan():
     plan = plan_with_memory(12)
     program = describe_program(plan)
@@ -50,6 +52,7 @@ def test_described_program_is_that_of_the_plan():
     assert not plan.recipe.model.remat
 
 
+@pytest.mark.heavy
 def test_model_that_cannot_is_refused():
     class Linear(nnx.Module):
         def __init__(self):

@@ -32,6 +32,7 @@ def test_every_part_is_measured(result):
     assert set(result["images_per_s"]) == set(verdict.ADVICE) - {"bucket"}
 
 
+@pytest.mark.heavy
 def test_the_verdict_names_the_smallest_rate(result):
     limits = result["images_per_s"]
     assert limits[result["bottleneck"]] == min(limits.values())

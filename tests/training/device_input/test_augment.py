@@ -42,6 +42,7 @@ def test_smoothed_targets_sum_to_one():
     np.testing.assert_allclose(targets, [[0.925, 0.025, 0.025, 0.025], [0.025, 0.025, 0.025, 0.925]], rtol=1e-6)
 
 
+@pytest.mark.heavy
 def test_mixup_blends_neighbors_and_their_targets_by_the_same_share(batch):
     original, targets = prepare_batch(make_recipe(), batch)
     mixed, blended = prepare_batch(make_recipe(mixup=1.0), batch)
@@ -106,6 +107,7 @@ def test_erasing_clears_one_rectangle_with_the_recipes_probability(batch):
     assert 0.25 < touched < 0.32  # a rectangle may be too thin to hold a pixel
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("parts", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 def test_any_split_of_the_batch_is_augmented_alike(batch, parts):
     recipe = make_recipe(mixup=0.4, erase=0.5)
