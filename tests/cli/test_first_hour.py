@@ -54,6 +54,7 @@ def test_the_newest_run_with_a_checkpoint_answers_and_is_named(trained, monkeypa
     shutil.rmtree(newer)
 
 
+@pytest.mark.heavy
 def test_without_any_checkpoint_the_newest_run_is_named(tmp_path, trained, monkeypatch, capsys):
     (tmp_path / "runs" / "one").mkdir(parents=True)
     shutil.copy(trained / "runs" / "done" / "recipe.toml", tmp_path / "runs" / "one")

@@ -169,6 +169,7 @@ RESET = "Gloo AllReduce failed: [pair.cc:534] Read error [127.0.0.1]:16258: Conn
 UNREACHABLE = "process 0 could not reach the others: "
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("error", "code", "reason"),
     [

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("soft", "hard", "expected"), [(20, 20, 2), (40, 40, 2), (40, 4096, 0)])
 def test_too_low_a_limit_of_open_files_is_raised_or_refused(soft, hard, expected):
     command = [sys.executable, "-m", "podscale", "plan", "digits", "--pod.virtual", "1x1", "--json"]

@@ -39,6 +39,7 @@ def test_the_verdict_names_the_smallest_rate(result):
     assert result["verdict"].count(". ") == 0
 
 
+@pytest.mark.heavy
 def test_the_result_is_formatted_as_rows(result):
     rows = dict(format_rows(result))
     assert "4 x cpu as 2x2" in rows["devices"]

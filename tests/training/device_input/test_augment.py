@@ -71,6 +71,7 @@ def measure_boxes(original, mixed):
     return np.array(shares)
 
 
+@pytest.mark.heavy
 def test_cutmix_exchanges_a_box_and_mixes_targets_by_its_area(batch):
     original, targets = prepare_batch(make_recipe(), batch)
     mixed, blended = prepare_batch(make_recipe(cutmix=1.0), batch)

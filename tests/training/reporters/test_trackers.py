@@ -141,6 +141,7 @@ class Disconnected:
         raise RuntimeError("still away")
 
 
+@pytest.mark.heavy
 def test_a_tracker_that_fails_in_any_way_is_named_in_one_warning_and_training_ends_well(tmp_path, monkeypatch):
     recorder, output = Recorder(), io.StringIO()
     monkeypatch.setitem(trackers.TRACKERS._parts, "away", Disconnected)
