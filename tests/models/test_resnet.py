@@ -73,6 +73,7 @@ def test_smallest_image_sizes_work(name, stem, size):
 # --- parameters --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("stem", ["conv7", "space_to_depth"])
 def test_parameter_counts_are_the_published_ones(name, stem):

@@ -92,7 +92,7 @@ def check_replicas(tree):
 UNEVEN = [(1,), (), (7,), (1000,), (3, 5)]
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("strategy", "shape"), pair_strategies_with_shapes())
 def test_integers_sum_exactly_and_floats_within_the_rounding_bound(strategy, shape):
     call = make_summation(shape, strategy=strategy)
@@ -119,6 +119,7 @@ def test_bfloat16_payload_is_rounded_and_identical_on_all_replicas(strategy, sha
             np.testing.assert_array_equal(total[name], total[name].astype(jnp.bfloat16).astype(np.float32))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", RINGS)
 def test_bfloat16_payload_is_added_in_float32(strategy):
     """1 + 2**-8 rounds to 1 in bfloat16: a hop loses the last bit, adding the -1 of a hop to it does not."""
@@ -150,6 +151,7 @@ def test_any_bucket_size_gives_the_same_sum(strategy, bucket_bytes):
     jax.tree.map(np.testing.assert_array_equal, total, jax.tree.map(lambda x: x.sum(0), tree))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dtypes_are_preserved(strategy):
     shape, kinds = (2, 2, 1), ("int32", "float16", "bfloat16", "float32")
@@ -160,6 +162,7 @@ def test_dtypes_are_preserved(strategy):
         np.testing.assert_array_equal(total[kind].astype(np.float32), [30, 34, 38, 42, 46])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float64_sums_stay_float64(strategy):
     x = np.random.default_rng(0).standard_normal((6, 50))
@@ -255,6 +258,7 @@ def test_the_compiler_sums_within_slices_and_then_between_them():
     assert [(e.params["axes"], e.invars[0].aval.size) for e in sums] == [(("slice",), 1024 // 4)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", HOPPING)
 def test_repeated_sums_have_the_same_bits(strategy):
     tree = sample_tree((2, 3, 2), UNEVEN)

@@ -82,6 +82,7 @@ def test_the_second_half_is_predicted_as_well_as_the_documentation_says():
     assert sum(error > 0.25 for error in errors) == 1
 
 
+@pytest.mark.heavy
 def test_boards_that_gave_a_chip_its_level_are_predicted():
     errors = {c.run.name: c.error for c in published.compare_runs("first")}
     assert all(abs(errors[name]) <= 0.03 for name in TABLE["known"] if name != "0.7/NVIDIA/dgxa100_n96_ngc20.06_mxnet")

@@ -172,6 +172,7 @@ def test_prepare_goes_from_bucket_to_bucket(tmp_path, s3_server, bucket, monkeyp
     assert main(["data", "prepare", url, url]) == 2  # not empty
 
 
+@pytest.mark.heavy
 def test_a_data_set_whose_upload_was_cut_off_is_refused(tmp_path, s3_server, bucket, proxy, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _, url = upload("folder", tmp_path, s3_server, bucket)
@@ -185,6 +186,7 @@ def test_a_data_set_whose_upload_was_cut_off_is_refused(tmp_path, s3_server, buc
     assert len(open_data_set(target).train) == 12
 
 
+@pytest.mark.heavy
 def test_a_finished_data_set_in_a_bucket_is_neither_written_again_nor_replaced_by_another(
     tmp_path, s3_server, bucket, proxy, monkeypatch, capfd
 ):
