@@ -73,6 +73,7 @@ def compute_on_pod(values, shape, span, dtype):
     ]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("span", SPANS)
 def test_any_split_of_a_batch_normalizes_the_same_groups(values, shape, span):
