@@ -12,8 +12,8 @@ pinned to core 1, and waits before every answer (libnginx-mod-http-echo) where l
 passes of the training order as crops of 224 x 224: the first with empty caches, the second with what the first has
 left on disk. Printed are images per second of wall time, and milliseconds of this process's CPU time per image, which
 other programs on the machine disturb less. A machine's own speed changes from minute to minute, so the disk is measured
-before and after each case, and the case is compared with the mean of both. While a case runs, memory for its cache is
-held ready (`hold_memory`), since a virtual machine's memory is slow when it is first used. The index is made
+before and after each case, and the case is compared with the mean of both. While a case runs, memory for it is held
+ready (`hold_memory`), since a virtual machine's memory is slow when it is first used. The index is made
 beforehand, and so are the files that a peer reads instead of tars; `bucket_index.py` times the index.
 """
 
@@ -36,7 +36,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -44,7 +44,7 @@ from bucket_peers import BATCH, PASSES, SIZE, Clock
 
 LOADER_CORE, SERVER_CORE = 0, 1
 PER_SHARD = 1000
-SCRATCH_BYTES, SPARE_BYTES = 2**24, 2**27
+SCRATCH_BYTES, SPARE_BYTES, HEAP_BYTES = 2**24, 2**27, 2**31
 PEERS_FILE = Path(__file__).with_name("bucket_peers.py")
 PEER_NAMES = MappingProxyType({"webdataset": "WebDataset", "litdata": "LitData", "mds": "MosaicML Streaming"})
 Result = dict[str, float]
@@ -220,20 +220,24 @@ def prepare(arguments: argparse.Namespace, root: Path) -> None:
 
 @contextmanager
 def hold_memory(root: Path) -> Iterator[None]:
-    """Hold as much memory as the data takes, as a file in the page cache, and give it back as `root / "cache"` grows.
+    """Hold memory, as a file in the page cache, and give back as much as is used: what a case uses is at hand.
 
     A virtual machine may have to ask its host for memory that it uses for the first time, or again after some seconds:
     a GB then takes 1.0 instead of 0.15 s of CPU time to write, more than to fetch it.
     """
-    path, size = root / "scratch", sum(path.stat().st_size for path in (root / "tars").glob("*.tar"))
+    path, size = root / "scratch", sum(path.stat().st_size for path in (root / "tars").glob("*.tar")) + HEAP_BYTES
     with path.open("wb") as file:
         for _ in range(-(-size // SCRATCH_BYTES)):
             file.write(bytes(SCRATCH_BYTES))
-    is_over = threading.Event()
+    free, given, is_over = read_free_bytes(), 0, threading.Event()
 
     def give_back() -> None:
+        nonlocal given
         while not is_over.wait(0.01):
-            os.truncate(path, max(size - SPARE_BYTES - measure_folder(root / "cache"), 0))
+            used = free + given - read_free_bytes()
+            if used + SPARE_BYTES > given:
+                given = min(used + SPARE_BYTES, size)
+                os.truncate(path, size - given)
 
     thread = threading.Thread(target=give_back)
     thread.start()
@@ -245,14 +249,8 @@ def hold_memory(root: Path) -> Iterator[None]:
         path.unlink()
 
 
-def measure_folder(folder: Path) -> int:
-    """Return the bytes of the files in a folder and below it, which others may be deleting."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                total += os.stat(os.path.join(place, name)).st_size
-    return total
+def read_free_bytes() -> int:
+    return int(Path("/proc/meminfo").read_text().partition("MemFree:")[2].split()[0]) * 1024
 
 
 def show(name: str, results: list[Result], base: list[Result]) -> None:
