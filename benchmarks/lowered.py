@@ -8,7 +8,7 @@ A refactoring changes no digest. Nothing is compiled, no accelerator is needed, 
 (by the `production` cases). TPU pods are described by libtpu (`pip install libtpu`); without it their programs are left
 out. GPU programs are lowered for stand-in devices. Takes about four minutes on one core.
 
-Since 6fa71cf learning rates, seed and times are arguments of every training program; with `--constants` they are
+Since 23de838 learning rates, seed and times are arguments of every training program; with `--constants` they are
 constants in it, as before. The `production` cases, which the code of `podscale train` makes, are then left out.
 
 A line is: program, case, platform, strict digest, loose digest (see `stablehlo.py`).
