@@ -12,13 +12,17 @@ from importlib.util import find_spec
 # The tests of a session keep all cores busy, so cutting each program into 32 parts to compile them side by side only
 # costs time: a fifth of what compilation takes. XLA's older code generator, which jaxlib 0.11 no longer has, takes two
 # thirds of the newer one's time for such small programs; all tests run with the newer one in `make test-slow`, which
-# sets PODSCALE_TEST_XLA, and where there is libtpu, which ends a process that has a flag it does not know. Set before jax
-# is imported, and inherited by programs that tests start.
-has_older_generator = metadata.version("jaxlib").startswith("0.10.") and find_spec("libtpu") is None
-flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
-if has_older_generator and os.environ.get("PODSCALE_TEST_XLA") != "newer":
-    flags.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+# sets PODSCALE_TEST_XLA, and where there is libtpu, which ends a process that has a flag it does not know. Set before
+# jax is imported, and inherited by programs that tests start.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
+    + ["--xla_cpu_use_fusion_emitters=false"]
+    * (
+        metadata.version("jaxlib").startswith("0.10.")
+        and find_spec("libtpu") is None
+        and os.environ.get("PODSCALE_TEST_XLA") != "newer"
+    )
+).strip()
 
 import jax
 import pytest
