@@ -4,6 +4,7 @@ import functools
 import os
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from podscale.storage.open import open_store
 from podscale.storage.store import ObjectChangedError, make_token
 
 DATA = os.urandom(200_000)
+HTTP_DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 @pytest.fixture
@@ -168,6 +170,33 @@ def test_keys_are_found_in_the_shared_files_of_a_profile(s3_server, bucket, monk
     store = open_store(f"s3://{bucket}")
     store.write("x", b"1")
     assert store.read("x") == b"1"
+
+
+def test_a_public_bucket_is_read_without_credentials(monkeypatch, tmp_path):
+    authorizations = []
+
+    class PublicBucket(BaseHTTPRequestHandler):
+        def do_GET(self):
+            authorizations.append(self.headers["Authorization"])
+            self.send_response(200)
+            for name, value in (("Content-Length", len(DATA)), ("ETag", '"one"'), ("Last-Modified", HTTP_DATE)):
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(DATA)
+
+        def log_message(self, *_):
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), PublicBucket) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        assert open_store("s3://public/folder").read("x") == DATA
+        server.shutdown()
+    assert authorizations == [None]
 
 
 def test_azure_without_an_account_says_how_to_name_it(monkeypatch):
