@@ -110,3 +110,22 @@ def test_the_grace_is_for_a_main_thread_that_cannot_answer_and_not_for_one_that_
         "    print('cleaned up')\n"
     )
     assert run_program(program) == (0, "cleaned up\n", "")
+
+
+def test_a_signal_during_an_import_leaves_time_to_clean_up(tmp_path):
+    slow = "import signal, time; signal.raise_signal(signal.SIGTERM); time.sleep(0.1)"
+    (tmp_path / "slow.py").write_text(slow)
+    program = (
+        "import sys, time\n"
+        "from podscale.cli import stopping\n"
+        "stopping.GRACE_S = 0.3\n"
+        "stopping.handle_stop_signals()\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "try:\n"
+        "    import slow\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    time.sleep(1)\n"
+        "    print('cleaned up')\n"
+    )
+    assert run_program(program) == (0, "cleaned up\n", "")

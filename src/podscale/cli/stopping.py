@@ -6,6 +6,7 @@ put off: numpy and jaxlib lose, replace or crash on an exception that is raised 
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -77,4 +78,6 @@ def _watch(reader: int) -> None:
             end_within(code)
             print(f"podscale: {'interrupted' if is_interrupt else 'stopped on request'}", file=sys.stderr, flush=True)
             os._exit(code)
+        while select.select([reader], [], [], 0)[0]:
+            os.read(reader, 1)  # the same signal, as often as it was sent again during an import
         _raised.clear()
