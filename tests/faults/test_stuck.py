@@ -11,6 +11,19 @@ from support.short_run import OPTIONS
 
 STUCK = 70
 
+
+def run_program(program, *arguments):
+    """Run a program that ends by itself."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
 SLEEPING_PROGRAM = """
 import sys, time
 from podscale.cli import main as cli
@@ -31,14 +44,7 @@ cli.run()
 @pytest.mark.slow
 def test_a_process_that_sleeps_is_ended_and_its_stacks_are_written(tmp_path):
     more = ["--pod.virtual", "1x1", "--plan.timeout_s", "8", "--run", str(tmp_path / "run")]
-    done = subprocess.run(
-        [sys.executable, "-c", SLEEPING_PROGRAM, *SETTINGS, *more],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_program(SLEEPING_PROGRAM, *SETTINGS, *more)
     assert done.returncode == STUCK, done.stderr[-2000:]
     assert "process 0 is stuck for" in done.stderr
     stacks = (tmp_path / "run" / "stuck-0.txt").read_text()
@@ -64,14 +70,7 @@ cli.run()
 
 @pytest.mark.heavy
 def test_a_last_checkpoint_whose_disk_hangs_ends_the_process(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED_PROGRAM, *OPTIONS, "--plan.timeout_s", "6", "--run", str(tmp_path / "run")],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = run_program(BLOCKED_PROGRAM, *OPTIONS, "--plan.timeout_s", "6", "--run", str(tmp_path / "run"))
     assert done.returncode == STUCK, done.stderr[-2000:]
     assert "(save the last state); stacks in" in done.stderr
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["12"]
