@@ -54,12 +54,15 @@ def _four(name, like, **fields):
 WIDE = TEN_STEPS | {"batch.span": 128}
 MUON = TEN_STEPS | {"optimizer.name": "muon", "schedule.peak": 0.05}
 
+# The same training in bfloat16, with its sums in another order: how far rounding moves it.
+ROUNDED = ("bfloat16", "bfloat16 in two micro-batches")
+
 REFERENCES = [
     _one("float64"),
     _one("float64, groups of 128", recipe=WIDE),
     _one("float64, Muon", recipe=MUON),
     _one("float32", precision="float32"),
-    _one("bfloat16", precision="bfloat16"),
+    *(_one(name, precision="bfloat16", options={"micro_batches": n}) for n, name in enumerate(ROUNDED, start=1)),
     _one("fused layers in float32", kind="fused", precision="float32"),
     _one("fused layers in bfloat16", kind="fused", precision="bfloat16"),
     _one("three epochs", recipe=THREE_EPOCHS),
@@ -89,10 +92,11 @@ TWO_RANKS = [
 LAST = [_one("the third on 1 rank", recipe=THREE_EPOCHS, like="three epochs", run=FIRST)]
 GROUPS = {1: [*REFERENCES, *LAST], 2: TWO_RANKS, 4: FOUR_RANKS}
 AFTER = {SECOND: FIRST, LAST[0].name: SECOND}  # cases that resume what another group has started
-# What differs by the rounding of bfloat16 is compared with what that rounding does to one process.
+# What differs by the rounding of bfloat16 is compared with what that rounding does to one process: how far these
+# trainings are from that one.
 NOISE = {
-    "torus in bfloat16": ("bfloat16", "float32"),
-    "bfloat16 payload": ("bfloat16", "float32"),
-    "torus4, bfloat16": ("bfloat16", "float32"),
-    "fused layers over tiles": ("fused layers in bfloat16", "fused layers in float32"),
+    "torus in bfloat16": (ROUNDED, "float32"),
+    "bfloat16 payload": (ROUNDED, "float32"),
+    "torus4, bfloat16": (ROUNDED, "float32"),
+    "fused layers over tiles": (("fused layers in bfloat16",), "fused layers in float32"),
 }
