@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from podscale.kernels.bias import add_bias
 from podscale.kernels.gelu import add_bias_and_gelu
 from podscale.kernels.layer_norm import add_and_normalize
 from podscale.kernels.layer_spec import Kernels
@@ -55,14 +56,14 @@ def forward(net: VisionTransformer, images: jax.Array, kernels: Kernels) -> jax.
 def apply_block(kernels: Kernels, block: Block, tokens: Tokens) -> Tokens:
     """Return the tokens after a block."""
     x, *copies = tokens.normalize(kernels, block.norm1, copies=3)
-    tokens = _add_branch(x, *attend(block.attention, copies), block.drop_path1)
+    tokens = _add_branch(x, *attend(kernels, block.attention, copies), block.drop_path1)
     x, h = tokens.normalize(kernels, block.norm2)
     expand, project = block.mlp.expand, block.mlp.project
     hidden = add_bias_and_gelu(kernels, _multiply(h, expand), expand.bias[...])  # type: ignore[index]
     return _add_branch(x, _multiply(hidden, project), project.bias[...], block.drop_path2)  # type: ignore[index]
 
 
-def attend(attention: Attention, copies: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def attend(kernels: Kernels, attention: Attention, copies: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return the attention of normalized tokens, given for queries, keys and values, and a bias that is to be added.
 
     The bias of keys adds the same to all scores of a query, and so changes nothing. The weights of values have a sum of
@@ -70,12 +71,11 @@ def attend(attention: Attention, copies: list[jax.Array]) -> tuple[jax.Array, ja
     """
     images, tokens, width = copies[0].shape
     dtype, shape = copies[0].dtype, (images, tokens, attention.heads, width // attention.heads)
-    kernels = jnp.split(attention.qkv.kernel[...].astype(dtype), 3, axis=1)
+    weights = jnp.split(attention.qkv.kernel[...].astype(dtype), 3, axis=1)
     query_bias, _, value_bias = jnp.split(attention.qkv.bias[...], 3)  # type: ignore[index]
     # Behind a barrier, or XLA would make one product of several, and then copies of its parts.
-    q, k, v = (x @ kernel for x, kernel in zip(lax.optimization_barrier(copies), kernels, strict=True))
-    q = q + query_bias.astype(dtype)
-    q, k, v = (array.reshape(shape) for array in (q, k, v))
+    q, k, v = (x @ kernel for x, kernel in zip(lax.optimization_barrier(copies), weights, strict=True))
+    q, k, v = (array.reshape(shape) for array in (add_bias(kernels, q, query_bias), k, v))
     y = attend_fused(q, k, v, attention.padding).reshape(images, tokens, width)
     project = attention.project
     bias = project.bias[...] + value_bias @ project.kernel[...]  # type: ignore[index]
