@@ -115,6 +115,14 @@ def map_and_sum(
     Returns:
         the outputs, like the arrays, and the sums of the terms.
     """
+    results, parts = map_and_sum_parts(spec, compute, arrays, vectors, terms=terms, outputs=outputs)
+    return results, parts.sum(axis=2)
+
+
+def map_and_sum_parts(
+    spec: LayerSpec, compute: Compute, arrays: Arrays, vectors: Sums, *, terms: int, outputs: int = 0
+) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} programs channels"]]:
+    """Do what `map_and_sum` does, but return the sums of each program."""
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton
 
@@ -147,9 +155,9 @@ def map_and_sum(
 
         zero = jnp.zeros((block_rows, columns), jnp.float32)
         for number, term in enumerate(lax.fori_loop(0, blocks, add_block, (zero,) * terms)):
-            refs[-1][group, program, number, column] = term.sum(axis=0)
+            refs[-1][number, group, program, column] = term.sum(axis=0)
 
-    sums_shape = jax.ShapeDtypeStruct((spec.groups, programs, terms, channels), jnp.float32)
+    sums_shape = jax.ShapeDtypeStruct((terms, spec.groups, programs, channels), jnp.float32)
     output_shape = jax.ShapeDtypeStruct((rows, channels), arrays[0].dtype)
     results = pl.pallas_call(
         body,
@@ -160,4 +168,4 @@ def map_and_sum(
         name="map_and_sum",
     )(*(array.reshape(rows, channels) for array in arrays), *vectors)
     sums = results[-1] if terms else jnp.zeros(sums_shape.shape, sums_shape.dtype)
-    return [result.reshape(arrays[0].shape) for result in results[:outputs]], sums.sum(axis=1).swapaxes(0, 1)
+    return [result.reshape(arrays[0].shape) for result in results[:outputs]], sums
