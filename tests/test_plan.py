@@ -288,12 +288,14 @@ def test_evaluation_steps_are_no_larger_than_the_validation_set(val, images):
     [
         ("auto", "9.0", {}, "hopper"),
         ("auto", "9.0", {"model.precision": "float32"}, ""),
-        ("auto", "9.0", {"model.name": "resnet18"}, ""),
-        ("auto", "9.0", {"train.epochs": 0.5}, ""),
+        ("auto", "9.0", {"model.name": "resnet18"}, "batch_norm"),
+        ("auto", "9.0", {"train.epochs": 0.5}, "batch_norm"),
+        ("auto", "9.0", {"model.name": "resnet18", "model.precision": "float32"}, ""),
         ("auto", "8.0", {}, ""),
         ("on", "8.0", {"model.name": "resnet18"}, "plain"),
         ("on", "9.0", {"model.name": "resnet18"}, "hopper"),
         ("off", "9.0", {}, ""),
+        ("off", "9.0", {"model.name": "resnet18"}, ""),
     ],
 )
 def test_layers_are_fused_where_kernels_save_time(fused, capability, changes, kernels):

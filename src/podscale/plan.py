@@ -16,7 +16,7 @@ from podscale.config.json_types import JsonObject
 from podscale.config.options import Options, check_options, set_summation
 from podscale.config.suggestions import list_divisors, suggest_numbers
 from podscale.errors import UserError
-from podscale.kernels.layer_spec import CUDNN, HOPPER, REFERENCE, TRITON, Kernels
+from podscale.kernels.layer_spec import BATCH_NORM, CUDNN, HOPPER, REFERENCE, TRITON, Kernels
 from podscale.parallel.batch_norm import Groups, make_tiled_groups
 from podscale.parallel.input_kinds import find_input
 from podscale.parallel.inputs import Input
@@ -76,7 +76,7 @@ class Plan:
     counts: Counts
     options: Options  # with every value that was left open decided
     tile: tuple[int, int]  # chips (rows, columns) that share a batch-norm group
-    kernels: Kernels | None  # that compute fused layers; None: layers are not fused
+    kernels: Kernels | None  # that compute fused layers, or sums of batch norms; None: XLA computes all
     memory: Memory  # bytes per device
 
     # --- parts that the options name ---
@@ -308,7 +308,9 @@ def make_plan(
 
 def set_remat(plan: Plan, *, is_on: bool) -> Plan:
     """Return the plan with its rematerialization decided; fused layers of ResNets keep what they compute."""
-    kernels = None if is_on and plan.recipe.model.name in BOTTLENECK_MODELS else plan.kernels
+    kernels = plan.kernels
+    if is_on and plan.recipe.model.name in BOTTLENECK_MODELS:
+        kernels = BATCH_NORM if kernels and kernels.are_pallas else None
     return replace(plan, options=replace(plan.options, remat="on" if is_on else "off"), kernels=kernels)
 
 
@@ -336,19 +338,19 @@ def _fit_memory(memory: Memory, recipe: Recipe, pod: Pod, counts: Counts, option
 
 
 def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) -> Kernels | None:
-    is_gpu = bool(pod.devices) and pod.devices[0].platform == "gpu"
-    has_kernels = bool(pod.devices) and getattr(pod.devices[0], "compute_capability", "") == HOPPER_CAPABILITY
-    if recipe.model.name in ATTENTION_MODELS:
-        fuses = is_gpu and options.fused != "off" and recipe.model.precision == "bfloat16"
-        return (TRITON if has_kernels else CUDNN) if fuses else None
-    if recipe.model.name in CONVNEXTS:
-        return TRITON if has_kernels and options.fused != "off" and recipe.model.precision == "bfloat16" else None
-    pixels = recipe.steps(counts.train) * recipe.batch.size // pod.size * recipe.data.image_size**2
-    is_fusible = recipe.model.name in BOTTLENECK_MODELS and recipe.model.precision == "bfloat16"
-    is_faster = has_kernels and is_fusible and pixels >= MIN_PIXELS_TO_FUSE
-    if options.fused == "off" or (options.fused == "auto" and not is_faster):
+    device, is_bfloat16 = pod.devices[0] if pod.devices else None, recipe.model.precision == "bfloat16"
+    has_kernels = getattr(device, "compute_capability", "") == HOPPER_CAPABILITY
+    if options.fused == "off":
         return None
-    return HOPPER if has_kernels else REFERENCE
+    if recipe.model.name in ATTENTION_MODELS:
+        return (TRITON if has_kernels else CUDNN) if getattr(device, "platform", "") == "gpu" and is_bfloat16 else None
+    if recipe.model.name in CONVNEXTS:
+        return TRITON if has_kernels and is_bfloat16 else None
+    pixels = recipe.steps(counts.train) * recipe.batch.size // pod.size * recipe.data.image_size**2
+    is_faster = recipe.model.name in BOTTLENECK_MODELS and pixels >= MIN_PIXELS_TO_FUSE
+    if options.fused == "on" or (has_kernels and is_bfloat16 and is_faster):
+        return HOPPER if has_kernels else REFERENCE
+    return BATCH_NORM if has_kernels and is_bfloat16 else None
 
 
 def _choose_micro_batches(

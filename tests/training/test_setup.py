@@ -212,8 +212,8 @@ def test_wrong_options_are_refused_before_a_run_is_made(recipe, pod, tmp_path):
         ("resnet18", "hopper"),
         ("vit_tiny", "triton"),
         ("convnext_tiny", "triton"),
-        ("efficientnet_b0", ""),
-        (OwnModel, ""),
+        ("efficientnet_b0", "batch_norm"),
+        (OwnModel, "batch_norm"),
     ],
 )
 def test_a_plan_has_kernels_only_for_models_that_they_compute(name, kernels):

@@ -15,17 +15,19 @@ Affine: TypeAlias = FactorAndOffset | tuple[()]  # empty: neither
 
 @dataclass(frozen=True)
 class Kernels:
-    """Who computes the layers of a fused network; the plan chooses.
+    """Who computes layers, or parts of them; the plan chooses.
 
     Attributes:
         name: what a plan's JSON says.
         are_pallas: whether Pallas kernels for Hopper GPUs compute what they can; else XLA compiles the reference.
         are_interpreted: whether Pallas kernels run in its interpreter: slow, but on any machine.
+        fuse_layers: whether networks are computed as fused layers; else kernels compute parts of the modules' layers.
     """
 
     name: str
     are_pallas: bool = False
     are_interpreted: bool = False
+    fuse_layers: bool = True
 
 
 REFERENCE = Kernels("plain")
@@ -35,6 +37,7 @@ CUDNN = Kernels("cudnn")  # attention as one kernel of cuDNN's
 TRITON = Kernels(
     "triton", are_pallas=True
 )  # the same, and a transformer's layer norm and GELU by Pallas, through Triton
+BATCH_NORM = Kernels("batch_norm", are_pallas=True, fuse_layers=False)  # the sums of modules' batch norms
 
 
 class OutputGradient(NamedTuple):

@@ -17,7 +17,8 @@ from jaxtyping import PyTree
 
 from podscale.config.suggestions import suggest_names
 from podscale.errors import UserError
-from podscale.kernels.layer_spec import Kernels
+from podscale.kernels.group_sums import KernelSums
+from podscale.kernels.layer_spec import BATCH_NORM, Kernels
 from podscale.models import folded_resnet, fused_convnext, fused_resnet, fused_vit
 from podscale.models.random_layers import KeySource, RandomLayer, name_random_layers, replace_dropouts
 from podscale.models.resnet import ResNet
@@ -36,7 +37,7 @@ class FunctionalModel:
         head: path of the layer whose shape depends on the number of classes, such as `layers.9`; empty if not known.
         freeze: paths of the layers that are not trained.
         stem: path of the first layer; empty if not known.
-        kernels: who computes the layers of a network that can be fused; None: they are not fused.
+        kernels: who computes the layers of a network that can be fused, or parts of modules; None: XLA, all modules.
         is_random: whether the model has random layers, which need keys in training.
     """
 
@@ -53,11 +54,24 @@ class FunctionalModel:
         """Return the model computed by these kernels; None: layer by layer, as the module says."""
         return replace(self, kernels=kernels)
 
+    def select_kernels(self, kernels: Kernels | None) -> Kernels | None:
+        """Return these kernels if they compute anything of the model, or else those of batch norms; None if none do."""
+        if kernels is None or self.can_use(kernels):
+            return kernels
+        return BATCH_NORM if kernels.are_pallas and self.can_use(BATCH_NORM) else None
+
     def can_use(self, kernels: Kernels) -> bool:
         """Return whether these kernels compute anything of the model."""
         model = self.build_abstract_module()
+        if not kernels.fuse_layers:
+            return any(isinstance(module, BatchNorm) for _, module in nnx.iter_modules(model))
         is_fusible = fused_vit.can_fuse(model, kernels) or fused_convnext.can_fuse(model, kernels)
         return type(model) is ResNet or is_fusible or hasattr(model, "use_kernels")
+
+    @property
+    def fused_kernels(self) -> Kernels | None:
+        """The kernels, if they compute fused layers."""
+        return self.kernels if self.kernels and self.kernels.fuse_layers else None
 
     def train(
         self, params: Tree, stats: Tree, images: jax.Array, groups: Groups, keys: jax.Array | None = None
@@ -73,13 +87,15 @@ class FunctionalModel:
         model.train()
         if stats:
             model.set_attributes(BatchNorm, groups=groups)
+        if stats and self.kernels and self.kernels.are_pallas:
+            model.set_attributes(BatchNorm, sum_kernels=KernelSums(self.kernels))
         if keys is not None and self.is_random:
             model.set_attributes(RandomLayer, source=KeySource(keys))
         for path, module in nnx.iter_modules(model) if self.freeze else ():
             if isinstance(module, BatchNorm) and self.is_frozen(join_path(path)):
                 module.use_running_average = True
-        if self.kernels and type(model) is ResNet:
-            logits = fused_resnet.forward(model, images, self.kernels)
+        if self.fused_kernels and type(model) is ResNet:
+            logits = fused_resnet.forward(model, images, self.fused_kernels)
         else:
             logits = self.apply(model, images)
         return logits, nnx.to_pure_dict(nnx.pop(model, Moments)) if stats else {}
@@ -88,17 +104,17 @@ class FunctionalModel:
         """Return the logits by the running statistics; a ResNet with kernels is folded (`folded_resnet`)."""
         model = self.build_module(params, stats)
         model.eval()
-        if self.kernels and type(model) is ResNet:
+        if self.fused_kernels and type(model) is ResNet:
             return folded_resnet.forward(model, images)
         return self.apply(model, images)
 
     def apply(self, model: Any, images: jax.Array) -> jax.Array:
         """Return the logits of a model that is not a ResNet; one with a method `use_kernels` decides what to use."""
         for fused in (fused_vit, fused_convnext):
-            if self.kernels and fused.can_fuse(model, self.kernels):
-                return fused.forward(model, images, self.kernels)
-        if self.kernels and hasattr(model, "use_kernels"):
-            model.use_kernels(self.kernels)
+            if self.fused_kernels and fused.can_fuse(model, self.fused_kernels):
+                return fused.forward(model, images, self.fused_kernels)
+        if self.fused_kernels and hasattr(model, "use_kernels"):
+            model.use_kernels(self.fused_kernels)
         return model(images)
 
     def build_module(self, params: Tree, stats: Tree) -> Any:

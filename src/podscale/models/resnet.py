@@ -109,8 +109,13 @@ class Stem(nnx.Module):
         self.norm = BatchNorm(config.width, param_dtype=select_param_dtype(config.precision))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nnx.relu(self.norm(self.conv(x)))
+        x = normalize_and_rectify(self.norm, self.conv(x))
         return x if self.small else max_pool(x)
+
+
+def normalize_and_rectify(norm: BatchNorm, x: jax.Array) -> jax.Array:
+    """Return relu(norm(x)), in one where kernels sum: they mask the gradient themselves, and nothing stores it."""
+    return nnx.relu(norm(x)) if norm.sum_kernels is None else norm(x, activation=nnx.relu)
 
 
 class Projection(nnx.Module):
@@ -138,7 +143,7 @@ class BasicBlock(nnx.Module):
         self.shortcut = _make_shortcut(inputs, width, stride, precision, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = nnx.relu(self.norm1(self.conv1(x)))
+        y = normalize_and_rectify(self.norm1, self.conv1(x))
         y = self.norm2(self.conv2(y))
         return nnx.relu(y + (x if self.shortcut is None else self.shortcut(x)))
 
@@ -159,8 +164,8 @@ class BottleneckBlock(nnx.Module):
         self.shortcut = _make_shortcut(inputs, outputs, stride, precision, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = nnx.relu(self.norm1(self.conv1(x)))
-        y = nnx.relu(self.norm2(self.conv2(y)))
+        y = normalize_and_rectify(self.norm1, self.conv1(x))
+        y = normalize_and_rectify(self.norm2, self.conv2(y))
         y = self.norm3(self.conv3(y))
         return nnx.relu(y + (x if self.shortcut is None else self.shortcut(x)))
 

@@ -7,7 +7,6 @@ over the tile's mesh axes, with one message per layer forward and one backward.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,13 +19,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from podscale.errors import UserError
+from podscale.parallel import sum_kernels
 from podscale.parallel.placement import fill
+from podscale.parallel.sum_kernels import SumKernels
 from podscale.parallel.swing import sum_over_chips
 from podscale.pod import CORE, TILE, Pod
 
 SCOPE = "batch_norm"  # a profile of the compiled step finds batch norm by this name
 
-Activation = Callable[[Array], Array]  # elementwise and differentiable
+Activation = sum_kernels.Activation
 Values: TypeAlias = Float[Array, "images *places channels"]  # of one device's images
 Statistic: TypeAlias = Float[Array, "channels"]
 GroupedValues: TypeAlias = Float[Array, "groups group_images all_places channels"]
@@ -113,6 +114,7 @@ class BatchNorm(nnx.Module):
         self.var = nnx.BatchStat(fill(features, 1, param_dtype))
         self.epsilon = epsilon
         self.groups = Groups()
+        self.sum_kernels: SumKernels | None = None
         self.use_running_average = True
 
     def __call__(
@@ -134,7 +136,8 @@ class BatchNorm(nnx.Module):
             return _apply_affine(x, self.mean[...], inverse_std, scale, self.bias[...], activation)
         if hasattr(self, "moments"):
             raise UserError("a batch norm is used twice in one pass of the model; give each place one of its own")
-        y, moments = normalize(x, scale, self.bias[...], self.groups, self.epsilon, activation)
+        kernels = self._select_kernels(x, activation)
+        y, moments = normalize(x, scale, self.bias[...], self.groups, self.epsilon, activation, kernels)
         self.moments = Moments(moments)
         return y
 
@@ -154,6 +157,14 @@ class BatchNorm(nnx.Module):
             self.moments = Moments(jnp.stack([mean, var]).mean(axis=1))
         factor = self._get_scale() * lax.rsqrt(var + self.epsilon)
         return factor, self.bias[...] - mean * factor
+
+    def _select_kernels(self, x: Values, activation: Activation | None) -> SumKernels | None:
+        """Return the kernels if they can sum these values, and their gradient."""
+        is_wide = self.bias[...].dtype == jnp.float32
+        can_sum = (
+            self.sum_kernels and is_wide and self.sum_kernels.can_sum(_count_groups(x, self.groups), x, activation)
+        )
+        return self.sum_kernels if can_sum else None
 
     def _get_scale(self) -> Statistic:
         return jnp.ones_like(self.bias[...]) if self.scale is None else self.scale[...]
@@ -178,7 +189,7 @@ def update_running_statistics(stats: PyTree, moments: PyTree, momentum: float) -
 # --- the function and its gradient -----------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def normalize(
     x: Values,
     scale: Statistic,
@@ -186,6 +197,7 @@ def normalize(
     groups: Groups = Groups(),
     epsilon: float = 1e-5,
     activation: Activation | None = None,
+    kernels: SumKernels | None = None,
 ) -> tuple[Values, Float[Array, "2 channels"]]:
     """Normalize every group of images by the group's own mean and variance.
 
@@ -201,21 +213,31 @@ def normalize(
         groups: how images map to groups.
         epsilon: added to the variance.
         activation: applied to the normalized values.
+        kernels: which sum over groups, and can do so for these arguments; None: XLA sums.
 
     Returns:
         x normalized, in the dtype of x, and the mean over this device's groups of (mean, variance).
     """
-    return _normalize_forward(x, scale, bias, groups, epsilon, activation)[0]
+    return _normalize_forward(x, scale, bias, groups, epsilon, activation, kernels)[0]
 
 
 @jax.named_scope(SCOPE)
 def _normalize_forward(
-    x: Values, scale: Statistic, bias: Statistic, groups: Groups, epsilon: float, activation: Activation | None
+    x: Values,
+    scale: Statistic,
+    bias: Statistic,
+    groups: Groups,
+    epsilon: float,
+    activation: Activation | None,
+    kernels: SumKernels | None,
 ) -> Any:
     grouped = _split_groups(x, groups)
-    wide = grouped.astype(scale.dtype)
-    sums = jnp.stack([_sum_groups(wide), _sum_groups(wide * wide)])
-    mean, mean_square = sum_over_tile(sums, groups) / _count_values(grouped, groups)
+    if kernels:
+        sums = sum_kernels.sum_squares(kernels, _count_groups(x, groups), x)
+    else:
+        wide = grouped.astype(scale.dtype)
+        sums = jnp.stack([_sum_groups(wide), _sum_groups(wide * wide)])
+    mean, mean_square = sum_over_tile(sums, groups) / _count_values(x, groups)
     var = jnp.maximum(mean_square - mean * mean, 0)
     inverse_std = lax.rsqrt(var + epsilon)
     y = _apply_affine(grouped, mean, inverse_std, scale, bias, activation).reshape(x.shape)
@@ -225,7 +247,12 @@ def _normalize_forward(
 
 @jax.named_scope(SCOPE)
 def _normalize_backward(
-    groups: Groups, epsilon: float, activation: Activation | None, residuals: Any, cotangents: Any
+    groups: Groups,
+    epsilon: float,
+    activation: Activation | None,
+    kernels: SumKernels | None,
+    residuals: Any,
+    cotangents: Any,
 ) -> tuple[Values, Statistic, Statistic]:
     x, scale, bias, mean, inverse_std = residuals
 
@@ -238,14 +265,17 @@ def _normalize_backward(
             return normalized, dy
         return normalized, jax.vjp(activation, normalized * scale + bias)[1](dy)[0]
 
-    if activation is None:
+    if kernels:
+        vectors = mean, inverse_std, scale, bias
+        local_sums = sum_kernels.sum_gradient(kernels, _count_groups(x, groups), activation, x, cotangents[0], vectors)
+    elif activation is None:
         normalized, gradient = normalize_again(x)
         local_sums = jnp.stack([_sum_groups(gradient), _sum_groups(gradient * normalized)])
     else:  # the barriers keep the compiler from storing what is cheaper to compute twice
         normalized, gradient = normalize_again(lax.optimization_barrier(x))
         local_sums = _sum_groups_jointly(gradient, gradient * normalized)
-    mean_dy, mean_dy_normalized = sum_over_tile(local_sums, groups) / _count_values(gradient, groups)
-    if activation is not None:
+    mean_dy, mean_dy_normalized = sum_over_tile(local_sums, groups) / _count_values(x, groups)
+    if kernels or activation is not None:
         normalized, gradient = normalize_again(lax.optimization_barrier((x, mean_dy))[0])
     dx = (scale * inverse_std) * (gradient - mean_dy - normalized * mean_dy_normalized)
     dbias, dscale = local_sums.sum(axis=1).reshape(2, -1)  # this device's share: gradient summation adds the others'
@@ -302,9 +332,14 @@ def _sum_groups_jointly(first: GroupedValues, second: GroupedValues) -> Float[Ar
     return jnp.stack([sums.real, sums.imag])
 
 
-def _count_values(grouped: GroupedValues, groups: Groups) -> int:
+def _count_values(x: Values, groups: Groups) -> int:
     """Return how many values each statistic of a group averages over."""
-    return grouped.shape[1] * grouped.shape[2] * _count_devices(groups)
+    return math.prod(x.shape[:-1]) // _count_groups(x, groups) * _count_devices(groups)
+
+
+def _count_groups(x: Values, groups: Groups) -> int:
+    """Return of how many groups this device has images."""
+    return x.shape[0] // (groups.images or x.shape[0])
 
 
 def _count_devices(groups: Groups) -> int:

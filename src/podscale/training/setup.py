@@ -107,7 +107,7 @@ def resolve(
         net, is_remat = use_remat(model, recipe), True
         plan = make_plan(net)
     plan = plans.set_remat(plan, is_on=bool(is_remat))
-    plan = plan if plan.kernels and net.can_use(plan.kernels) else replace(plan, kernels=None)
+    plan = replace(plan, kernels=net.select_kernels(plan.kernels))
     weights = Weights(*jax.device_get((params, stats)))
     return Program(plan, net, rule.optimizer, rule.schedule, weights, choice, data)
 

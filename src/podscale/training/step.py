@@ -203,7 +203,8 @@ def _make_gpu_options(plan: Plan) -> CompilerOptions:
     """
     has_short_updates = plan.input.is_resident and plan.recipe.model.name in GRAPHED_MODELS
     options: CompilerOptions = {"xla_gpu_autotune_level": "2"}
-    if not has_short_updates and (plan.kernels is not None or plan.steps < STEPS_TO_TUNE):
+    is_fused = plan.kernels is not None and plan.kernels.fuse_layers
+    if not has_short_updates and (is_fused or plan.steps < STEPS_TO_TUNE):
         options["xla_gpu_enable_triton_gemm"] = False
     if plan.pod.size == 1 and (has_short_updates or plan.kernels == HOPPER):
         options["xla_gpu_enable_command_buffer"] = GRAPHED_OPERATIONS
