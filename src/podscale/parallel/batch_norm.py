@@ -251,7 +251,7 @@ def _normalize_backward(
     epsilon: float,
     activation: Activation | None,
     kernels: SumKernels | None,
-    residuals: Any,
+    residuals: tuple[Array, ...],
     cotangents: Any,
 ) -> tuple[Values, Statistic, Statistic]:
     x, scale, bias, mean, inverse_std = residuals
