@@ -29,6 +29,7 @@ from podscale.recipe import Recipe, find_largest_size
 from podscale.training import views
 from podscale.training.device_input import augment
 from podscale.training.losses import compute_losses
+from podscale.training.selection import select
 from podscale.training.update_rule import Scalars, UpdateRule
 
 # Text, truth values and numbers; what JAX declares leaves out the numbers.
@@ -241,7 +242,7 @@ class TrainStep:
         )
         new = State(state.step + 1, params, stats, opt_state, average)
         old = state._replace(step=state.step + 1)
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old), metrics
+        return select(finite, new, old, joins_vectors=self.plan.pod.is_gpu_cluster), metrics
 
     def apply_gradients(self, state: State, grads: Tree, small: Tree) -> tuple[Tree, optax.OptState, Array, Tree]:
         """Sum over the pod and update: gradients in buckets, last layers first; small arrays unrounded.
