@@ -91,6 +91,13 @@ def test_operations_of_matrices_are_counted():
     assert kinds == {"4x12 in 3": Kind(1, (4, 12), 3 * 5 * products)}
 
 
+def test_operations_on_gram_matrices_are_counted():
+    """After three iterations and after five, X is multiplied, and before them XXᵀ is computed."""
+    kinds = list_matrices({"conv": {"kernel": np.ones((3, 3, 4, 6))}}, "", 5, "bfloat16")
+    with_gram, with_matrix = 2 * 6**3, 2 * 36 * 6**2
+    assert kinds == {"3x3x4x6": Kind(1, (3, 3, 4, 6), (9 + 5) * with_gram + 4 * with_matrix)}
+
+
 def test_kernels_decay_towards_zero():
     w, g = np.ones((1, 1, 2, 2), np.float32), np.eye(2, dtype=np.float32)[None, None]
     updates, _ = update_once({"kernel": w}, {"kernel": g}, **{"optimizer.weight_decay": 0.1, "optimizer.trust": 1e-9})
@@ -151,6 +158,22 @@ def test_kernels_of_a_bfloat16_model_move_along_nearly_the_same_directions():
     fine, coarse = (update_once(w, g, **{"model.precision": kind})[0] for kind in ("float32", "bfloat16"))
     for name in w:
         assert np.linalg.norm(fine[name] - coarse[name]) < 0.02 * np.linalg.norm(fine[name])
+
+
+def test_large_kernels_and_several_fused_layers_of_a_bfloat16_model_move_along_nearly_the_same_directions():
+    random = np.random.default_rng(0)
+    shapes = {"first": {"qkv": (16, 48)}, "second": {"qkv": (16, 48)}, "large": {"conv": (1, 1, 300, 280)}}
+    w, g = (
+        {k: {n: {"kernel": random.normal(size=s).astype(np.float32)} for n, s in v.items()} for k, v in shapes.items()}
+        for _ in range(2)
+    )
+    results = []
+    for precision in ("float32", "bfloat16"):
+        changes = {"optimizer.name": "muon", "model.precision": precision, "optimizer.weight_decay": 0}
+        rule = optimizers.make_optimizer(override_recipe(Recipe(), changes), 0.5, head="head")
+        results.append(jax.tree.leaves(rule.update(g, rule.init(w), w)[0]))
+    for fine, coarse in zip(*results, strict=True):
+        assert np.linalg.norm(fine - coarse) < 0.02 * np.linalg.norm(fine)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -13,8 +13,8 @@ With `renormalize`, the way its author trains small networks in seconds:
 A kernel then keeps its norm, and moves less along directions that the Newton-Schulz iterations have not brought to full
 length. All other parameters learn by SGD.
 
-The small kernels of a bfloat16 model are orthogonalized together (`newton_schulz.py`), those of other models shape by
-shape (optax). Both have the same state, so that checkpoints of either are the same. Where devices share that work
+The kernels of a bfloat16 model are orthogonalized together (`newton_schulz.py`), those of other models shape by shape
+(optax). Both have the same state, so that checkpoints of either are the same. Where devices share that work
 (`parallel/shared_matrices.py`), each orthogonalizes its kernels one by one, in the same way.
 """
 
@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, PyTree
 
 from podscale.optim.muon_matrices import Matrices, Stacks, count_blocks, describe_stacks, is_joint
 from podscale.optim.newton_schulz import orthogonalize_jointly
-from podscale.optim.norms import Norms, compute_norm, compute_norm_unflattened
+from podscale.optim.norms import Norms, compute_norms
 from podscale.optim.sgd import make_sgd
 from podscale.parallel.shared_matrices import SharedMap
 from podscale.recipe import Optimizer
@@ -65,7 +65,7 @@ def make_muon(
     Args:
         settings: the recipe's section `optimizer`.
         learning_rate: a number, or a function of the step.
-        precision: the model's; small kernels of a bfloat16 model are orthogonalized together.
+        precision: the model's; kernels of a bfloat16 model are orthogonalized together.
         head: path of the last layer, which SGD updates; if it is not known, SGD updates all dense layers.
         norms: the norms of whole arrays, from the part of each that a device holds; None: devices hold whole arrays.
         sharing: how devices share the work; None: every device orthogonalizes every kernel.
@@ -145,19 +145,27 @@ def _orthogonalize_by_shape(stacks: Stacks, steps: int) -> Stacks:
 
 
 def _orthogonalize_jointly(stacks: Stacks, steps: int) -> Stacks:
-    """Return the same for small kernels, all shapes at once, by `newton_schulz.py`."""
-    blocks = {
-        name: [block for kernel in stack for block in jnp.split(kernel, count_blocks(name), axis=-1)]
-        for name, stack in stacks.items()
-    }
-    results = iter(orthogonalize_jointly([block for group in blocks.values() for block in group], steps))
-    joined = {name: [next(results) for _ in group] for name, group in blocks.items()}
+    """Return the same for kernels of a bfloat16 model, all shapes at once, by `newton_schulz.py`."""
+    results = orthogonalize_jointly([_list_matrices(name, stack) for name, stack in stacks.items()], steps)
     return {
-        name: jnp.stack(
-            [jnp.concatenate(group[i : i + count_blocks(name)], -1) for i in range(0, len(group), count_blocks(name))]
-        )
-        for name, group in joined.items()
+        name: _join_outputs(name, result).reshape(stack.shape)
+        for (name, stack), result in zip(stacks.items(), results, strict=True)
     }
+
+
+def _list_matrices(name: str, stack: Float[Array, "kernels *inputs outputs"]) -> Float[Array, "matrices rows columns"]:
+    """Return a stack's kernels as matrices; those of one kernel, side by side, become consecutive ones."""
+    blocks = count_blocks(name)
+    if blocks == 1:
+        return stack.reshape(len(stack), -1, stack.shape[-1])
+    split = jnp.moveaxis(_split_outputs(name, stack), -2, 1)
+    return split.reshape(-1, *split.shape[2:])
+
+
+def _join_outputs(name: str, matrices: Float[Array, "matrices rows columns"]) -> Float[Array, "..."]:
+    """Return matrices with those of one kernel side by side, the inverse of `_list_matrices`."""
+    blocks = count_blocks(name)
+    return matrices if blocks == 1 else jnp.moveaxis(matrices.reshape(-1, blocks, *matrices.shape[1:]), 1, -2)
 
 
 def _split_outputs(name: str, stack: Float[Array, "kernels *inputs outputs"]) -> Float[Array, "..."]:
@@ -182,7 +190,7 @@ def _scale_to_weight_norm(settings: Optimizer, norms: Norms | None) -> optax.Gra
         def scale(u: Kernel, u_norm: Float[Array, ""], w_norm: Float[Array, ""]) -> Kernel:
             return u * (settings.trust * w_norm / jnp.maximum(u_norm, 1e-12)).astype(u.dtype)
 
-        of_all = norms or partial(jax.tree.map, compute_norm)
+        of_all = norms or compute_norms
         return jax.tree.map(scale, updates, *of_all((updates, params)))
 
     return optax.stateless(update)
@@ -196,7 +204,7 @@ def _renormalize(matrices: Matrices, norms: Norms | None) -> optax.GradientTrans
             outputs = matrices.get_outputs(path, w)
             return u + w * (math.sqrt(outputs) / jnp.maximum(w_norm, 1e-12) - 1).astype(w.dtype)
 
-        of_all = norms or partial(jax.tree.map, compute_norm_unflattened)
+        of_all = norms or compute_norms
         return tree_map_with_path(add_correction, updates, params, of_all(params))
 
     return optax.stateless(update)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 from jaxtyping import Array, Float, PyTree
 
-from podscale.optim.newton_schulz import can_orthogonalize_jointly
+from podscale.optim.newton_schulz import can_orthogonalize_jointly, count_products
 from podscale.parallel.shared_matrices import Kind
 
 Stacks = dict[str, Float[Array, "_kernels *_shape"]]  # by shape
@@ -133,9 +133,9 @@ def _get_block_shape(name: str) -> tuple[int, ...]:
 
 
 def _count_flops(name: str, steps: int, shares_gram: bool) -> float:
-    """Return the operations of orthogonalizing one array: products of X and A = XXᵀ, or of A alone and X at the end."""
+    """Return the operations of orthogonalizing one array: products of X and A, most of A alone if it is shared."""
     *inputs, outputs = _get_block_shape(name)
     side, length = sorted((math.prod(inputs), outputs))
     with_matrix, with_gram = 2.0 * side**2 * length, 2.0 * side**3
-    whole = 2 * with_matrix + 4 * steps * with_gram if shares_gram else steps * (2 * with_matrix + with_gram)
-    return count_blocks(name) * whole
+    of_grams, of_matrices = count_products(steps) if shares_gram else (steps, 2 * steps)
+    return count_blocks(name) * (of_grams * with_gram + of_matrices * with_matrix)

@@ -1,92 +1,160 @@
-"""Newton-Schulz iterations on several kernels at once, through their Gram matrices.
+"""Newton-Schulz iterations on the matrices of a whole network at once, through their Gram matrices.
 
 An iteration (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes a matrix X to (aI + bA + cA²)X with A = XXᵀ.
 Every factor is a polynomial of the first A, so all of them commute, and the next A follows from the last one without X:
-A ← A(aI + bA + cA²)². So the iterations need A alone, whose side is the smaller of X's, and X is multiplied once, at
-the end. Matrices of different shapes become one stack, which on a GPU replaces many small kernels by a few.
+A ← A(aI + bA + cA²)². So the iterations need A alone, whose side is the smaller of X's. Matrices of different shapes
+become a few stacks, which on a GPU replaces many small kernels by a few.
 
-A has the squares of X's singular values, so small ones lose digits: the result is exact to about 1e-3, less than
-bfloat16 rounds anyway. Models of other precisions and larger ones iterate on X itself, as optax does, which is the
-reference implementation.
+A has the squares of X's singular values, and an iteration multiplies small ones by up to a², and with them the rounding
+errors of A. So after three iterations X is multiplied, rounded to bfloat16, and A is computed again. Products of A then
+need no more than the float32 of tensor cores (10 bits), and errors stay below those that the iterations on X have in
+bfloat16 (`benchmarks/newton_schulz.py`).
+
+Models of other precisions, and larger ones, iterate on X itself, as optax does, which is the reference implementation.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+Matrices = Float[Array, "_matrices _inputs _outputs"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c; optax has the same
-MAX_SIDE = 256  # largest Gram matrix that others are padded to; larger networks were not timed
-LOW_PRECISION_STEPS = 3  # with more, products of A keep all of float32: errors grow by a² a step
+MAX_SIDE = 1024  # of Gram matrices; larger networks were not tried
+SMALL_SIDE = 256  # Gram matrices of up to this side are padded to one size
+BLOCK = 128  # larger ones are padded to a multiple of this side
+STEPS_PER_GRAM = 3  # iterations on A between two products with X
 EPSILON = 1e-8  # added to norms, which may be 0
 
 
-def can_orthogonalize_jointly(shapes: list[tuple[int, ...]], precision: str) -> bool:
-    """Return whether kernels of these shapes may go through the iterations as one stack.
+def can_orthogonalize_jointly(shapes: Sequence[tuple[int, ...]], precision: str) -> bool:
+    """Return whether kernels of these shapes may go through the iterations on Gram matrices.
 
-    They must be small enough to be padded to one size, and the model must round more coarsely than the iterations on A.
+    These must be small enough, and the model must round more coarsely than the iterations do.
     """
-    return precision == "bfloat16" and bool(shapes) and max(map(_measure_side, shapes)) <= MAX_SIDE
+    return precision == "bfloat16" and bool(shapes) and max(map(measure_side, shapes)) <= MAX_SIDE
 
 
-def orthogonalize_jointly(
-    kernels: list[Float[Array, "... _inputs _outputs"]], steps: int
-) -> list[Float[Array, "... _inputs _outputs"]]:
-    """Return every kernel, as a matrix [inputs, outputs], after Newton-Schulz iterations from its Frobenius norm 1.
+def orthogonalize_jointly(kernels: Sequence[Matrices], steps: int) -> list[Matrices]:
+    """Return every matrix [inputs, outputs] after Newton-Schulz iterations from its Frobenius norm 1.
 
-    The more steps, the closer all singular values come to 1; singular vectors stay. Kernels are rounded to bfloat16
+    The more steps, the closer all singular values come to 1; singular vectors stay. Matrices are rounded to bfloat16
     first; the iterations on A are in float32.
 
     Args:
-        kernels: arrays whose last axis is that of the outputs; `can_orthogonalize_jointly` says which fit.
+        kernels: stacks of matrices of one shape each; `can_orthogonalize_jointly` says which shapes fit.
         steps: number of iterations.
 
     Returns:
         arrays of the same shapes and dtypes.
     """
-    matrices = [kernel.reshape(-1, kernel.shape[-1]).astype(jnp.bfloat16) for kernel in kernels]
-    sides = [_measure_side(kernel.shape) for kernel in kernels]
-    factors = _compute_factors(jnp.stack([_compute_gram(matrix, max(sides)) for matrix in matrices]), steps)
-    results = []
-    for kernel, matrix, side, factor in zip(kernels, matrices, sides, factors, strict=True):
-        product = _multiply(matrix, factor[:side, :side])
-        results.append(product.reshape(kernel.shape).astype(kernel.dtype))
-    return results
+    phases, matrices = split_steps(steps), [stack.astype(jnp.bfloat16) for stack in kernels]
+    between, last = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    operand, precision = (between, lax.Precision.HIGH) if len(phases) > 1 else (last, None)  # on GPUs, both are TF32
+    for i, count in enumerate(phases):
+        factors = _compute_all_factors([_compute_grams(x) for x in matrices], count, precision, normalizes=i == 0)
+        result = last if i == len(phases) - 1 else between
+        matrices = [
+            _multiply(x.astype(operand), factor.astype(operand), result)
+            for x, factor in zip(matrices, factors, strict=True)
+        ]
+    return [x.astype(stack.dtype) for x, stack in zip(matrices, kernels, strict=True)]
 
 
-def _measure_side(shape: tuple[int, ...]) -> int:
-    """Return the smaller side of a kernel as a matrix [..., outputs]."""
+def split_steps(steps: int) -> list[int]:
+    """Return the numbers of iterations on A between products with X.
+
+    >>> split_steps(3), split_steps(5)
+    ([3], [3, 2])
+    """
+    return [min(STEPS_PER_GRAM, steps - start) for start in range(0, steps, STEPS_PER_GRAM)]
+
+
+def count_products(steps: int) -> tuple[int, int]:
+    """Return how many products of A with itself the iterations take, and how many of X with X or A.
+
+    >>> count_products(1), count_products(5)
+    ((1, 2), (14, 4))
+    """
+    phases = split_steps(steps)
+    return sum(4 * count - 3 for count in phases), 2 * len(phases)
+
+
+def measure_side(shape: tuple[int, ...]) -> int:
+    """Return the smaller side of a kernel as a matrix [..., outputs].
+
+    >>> measure_side((3, 3, 64, 128))
+    128
+    """
     return min(math.prod(shape[:-1]), shape[-1])
 
 
-def _compute_gram(matrix: Float[Array, "inputs outputs"], side: int) -> Float[Array, "{side} {side}"]:
-    """Return the product of a matrix with itself over its longer axis, padded with zeros."""
-    longer = 0 if matrix.shape[0] >= matrix.shape[1] else 1
-    gram = lax.dot_general(matrix, matrix, (((longer,), (longer,)), ((), ())), preferred_element_type=jnp.float32)
-    missing = side - gram.shape[0]
-    return jnp.pad(gram, (0, missing)) if missing else gram
+def _compute_grams(matrices: Matrices) -> Float[Array, "_matrices _side _side"]:
+    """Return the products of matrices with themselves over their longer axis, in float32."""
+    _, inputs, outputs = matrices.shape
+    longer = 1 if inputs >= outputs else 2
+    return lax.dot_general(
+        matrices, matrices, (((longer,), (longer,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
 
 
-def _compute_factors(grams: Float[Array, "kernels side side"], steps: int) -> Float[Array, "kernels side side"]:
-    """Return what the iterations multiply each matrix by, its norm included; symmetric."""
+def _multiply(matrices: Matrices, factors: Float[Array, "_matrices _side _side"], dtype: jnp.dtype) -> Matrices:
+    """Return each matrix times a symmetric factor, from the side where it fits."""
+    _, inputs, outputs = matrices.shape
+    operands = (matrices, factors) if inputs >= outputs else (factors, matrices)
+    return jnp.matmul(*operands, preferred_element_type=dtype)
+
+
+# --- Gram matrices ---------------------------------------------------------------------------------------------------
+
+
+def _compute_all_factors(
+    grams: Sequence[Float[Array, "_matrices _side _side"]],
+    steps: int,
+    precision: lax.Precision | None,
+    *,
+    normalizes: bool,
+) -> list[Float[Array, "_matrices _side _side"]]:
+    """Return what the iterations multiply the matrices of each stack by; Gram matrices of similar sides go together."""
+    sides = [gram.shape[-1] for gram in grams]
+    factors = list(grams)
+    for size, members in _group_sides(sides).items():
+        padded = [jnp.pad(grams[i], [(0, 0), *[(0, size - sides[i])] * 2]) for i in members]
+        joined, start = _compute_factors(jnp.concatenate(padded), steps, precision, normalizes=normalizes), 0
+        for i in members:
+            stop = start + len(grams[i])
+            factors[i], start = joined[start:stop, : sides[i], : sides[i]], stop
+    return factors
+
+
+def _group_sides(sides: Sequence[int]) -> dict[int, list[int]]:
+    """Return the positions of the sides that are padded to the same one, by that one.
+
+    >>> _group_sides([64, 200, 320, 384, 512])
+    {200: [0, 1], 384: [2, 3], 512: [4]}
+    """
+    small = max((side for side in sides if side <= SMALL_SIDE), default=0)
+    groups: dict[int, list[int]] = {}
+    for i, side in enumerate(sides):
+        groups.setdefault(small if side <= SMALL_SIDE else -(-side // BLOCK) * BLOCK, []).append(i)
+    return groups
+
+
+def _compute_factors(
+    grams: Float[Array, "matrices side side"], steps: int, precision: lax.Precision | None, *, normalizes: bool
+) -> Float[Array, "matrices side side"]:
+    """Return what the iterations multiply each matrix by; symmetric. With `normalizes`, its norm is part of it."""
     a, b, c = COEFFICIENTS
+    multiply = partial(jnp.matmul, precision=precision)
     identity = jnp.eye(grams.shape[-1], dtype=grams.dtype)
-    matmul = partial(jnp.matmul, precision=None if steps <= LOW_PRECISION_STEPS else lax.Precision.HIGHEST)
-    norms = jnp.sqrt(jnp.trace(grams, axis1=1, axis2=2))[:, None, None] + EPSILON
-    gram, product = grams / (norms * norms), identity / norms
+    norms = jnp.sqrt(jnp.trace(grams, axis1=1, axis2=2))[:, None, None] + EPSILON if normalizes else jnp.float32(1)
+    gram, product = grams / (norms * norms), identity
     for step in range(steps):
-        factor = a * identity + b * gram + c * matmul(gram, gram)
-        product = factor / norms if step == 0 else matmul(factor, product)
-        if step < steps - 1:
-            gram = matmul(matmul(factor, gram), factor)
+        factor = a * identity + b * gram + c * multiply(gram, gram)
+        product = factor / norms if step == 0 else multiply(factor, product)
+        if step < steps - 1:  # the factor on the right, or XLA would copy arrays to compute this with the product above
+            gram = multiply(multiply(gram, factor), factor)
     return product
-
-
-def _multiply(
-    matrix: Float[Array, "inputs outputs"], factor: Float[Array, "side side"]
-) -> Float[Array, "inputs outputs"]:
-    """Return the matrix times a symmetric factor, from the side where it fits."""
-    wide = matrix.astype(factor.dtype)
-    return wide @ factor if matrix.shape[0] >= matrix.shape[1] else factor @ wide

@@ -17,17 +17,6 @@ BLOCK = 128  # numbers of one array that are summed at once, after the sums of i
 MAX_JOINED = 40  # arrays whose sums are joined: XLA computes padding within the kernel of up to 96 operands
 
 
-def compute_norm(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """Return the Euclidean norm of an array, in float32 or wider."""
-    return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel())
-
-
-def compute_norm_unflattened(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """Return the same without flattening the array, for which a GPU may have to reorder a kernel in memory."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.sqrt(jnp.sum(wide * wide))
-
-
 def compute_norms(tree: PyTree) -> PyTree:
     """Return the norm of every array of a tree.
 
