@@ -9,6 +9,7 @@ are compared. MFU counts three times the 8.2 GFLOP of a forward pass, against th
 
     python benchmarks/step.py [--images 256 512] [--rounds 2] [--ways torch flax whole groups] [--peak-tflops 989]
     python benchmarks/step.py --evaluate    the same of the evaluation step
+    python benchmarks/step.py --ways groups deterministic    what repeatable bits cost
 
 Any other model is measured beside timm's network of the same parameters under torch.compile (bfloat16 autocast,
 channels_last for convolutional networks, fused AdamW, label smoothing), on both sides with AdamW and without dropout:
@@ -83,18 +84,17 @@ def make_commands(model: str, images: int, image_size: int) -> dict[str, tuple[s
         "whole": (f"podscale, groups of {images}", [*ours, *whole]),
         "groups": ("podscale, groups of 64", ours),
         "modules": ("podscale, layers not fused", [*ours, "--plan.fused", "off"]),
+        "deterministic": ("podscale, deterministic", [*ours, "--plan.deterministic", "true"]),
     }
     return ways if model == RESNET50 else {way: command for way, command in ways.items() if way != "flax"}
 
 
 def choose_ways(model: str, arguments: argparse.Namespace) -> list[str]:
     """Return the ways to measure a model: those asked for, or those that differ."""
-    ways = list(make_commands(model, 0, 0))
-    if arguments.ways:
-        ways = [way for way in ways if way in arguments.ways]
-    elif model.startswith(("vit", "convnext")):  # without batch norm, groups are no difference
+    ways = [way for way in make_commands(model, 0, 0) if way in (arguments.ways or DEFAULT_WAYS)]
+    if not arguments.ways and model.startswith(("vit", "convnext")):  # without batch norm, groups are no difference
         ways = ["torch", "whole", "modules"]
-    elif model != RESNET50:
+    elif not arguments.ways and model != RESNET50:
         ways = ["torch", "whole", "groups"]
     return [way for way in ways if way in EVALUATION_WAYS] if arguments.evaluate else ways
 
@@ -315,6 +315,7 @@ def measure_flax_step(images: int) -> dict:
 
 
 PEERS = {"torch": measure_torch_step, "flax": measure_flax_step}
+DEFAULT_WAYS = ("torch", "flax", "whole", "groups", "modules")
 EVALUATION_WAYS = ("torch", "groups", "modules")  # batch-norm groups do not matter there: `groups` is podscale
 
 
