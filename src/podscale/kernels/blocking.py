@@ -26,6 +26,7 @@ class Blocking:
         sums: sums of the result to compute.
         computes_left: whether the left side is computed, or is p as it is.
         kernel_gradient: whether the gradient by the kernel is computed along the way, and the left side not stored.
+        kernel_is_transposed: whether the right side is given as [columns, depth].
     """
 
     groups: int
@@ -38,6 +39,7 @@ class Blocking:
     sums: int
     computes_left: bool
     kernel_gradient: bool = False
+    kernel_is_transposed: bool = False
     left_ring: int = 3
     kernel_ring: int = 3
     extra_ring: int = 2

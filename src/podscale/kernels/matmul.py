@@ -66,7 +66,7 @@ def multiply(
     blocking: Blocking,
     left: tuple[Float[Array, "rows depth"], ...],
     vectors: tuple[Float[Array, "groups depth"], ...],
-    kernel: Float[Array, "depth columns"],
+    kernel: Float[Array, "depth columns"] | Float[Array, "columns depth"],
     finish: Finish = Finish(),
     *,
     rectify: bool = False,
@@ -78,14 +78,14 @@ def multiply(
         blocking: how the product is divided.
         left: p, or p and q.
         vectors: A and C, or A, C and B; empty: u = p.
-        kernel: the right side.
+        kernel: the right side; [columns, depth] if `blocking.kernel_is_transposed`.
         finish: how the product becomes v.
         rectify: whether to rectify u.
         interpret: parameters of the interpreter, to run without a GPU.
     """
     is_interpreted = interpret is not None
     operands = _describe_operands(blocking, left, vectors, kernel, finish)
-    outputs = describe_outputs(blocking, left[0], kernel.shape[1])
+    outputs = describe_outputs(blocking, left[0], blocking.parts * blocking.part)
     shared = describe_shared(blocking, operands, is_interpreted=is_interpreted)
     structure = jax.tree.structure((operands, outputs, shared))
 

@@ -98,7 +98,8 @@ def _load_boxes(block: Block) -> None:
                 pl.when(n == 0)(load_left)
                 count = (t * blocking.parts + n) * blocking.steps + k
                 columns = pl.ds(n * blocking.part, blocking.part)
-                load(shared.kernel_ring, count, [operands.kernel], [shared.kernel], depth, columns)
+                place = (columns, depth) if blocking.kernel_is_transposed else (depth, columns)
+                load(shared.kernel_ring, count, [operands.kernel], [shared.kernel], *place)
 
             lax.fori_loop(0, blocking.steps, load_step, None)
             for j in range(blocking.part // BOX if extra_ring else 0):
@@ -183,7 +184,7 @@ class Worker:
                     pl.when(n == 0)(lambda: self.make_left_box(t, k) and None)
                     left = shared.intermediate.at[self.warpgroup, k]
                 plgpu.barrier_wait(ring.get_full(first + k))
-                plgpu.wgmma(acc, left, shared.kernel.at[ring.find_slot(first + k)])
+                plgpu.wgmma(acc, left, self.get_kernel_box(ring.find_slot(first + k)))
                 plgpu.wgmma_wait(1)  # the previous product is done, and its boxes are free
                 pl.when(k > 0)(lambda: self.release(first + k - 1))
 
@@ -195,6 +196,13 @@ class Worker:
         result = pl.run_scoped(accumulate, plgpu.ACC((HALF, blocking.part), jnp.float32))
         for j in range(blocking.part // BOX):
             self.finish(t, n, j, result[:, j * BOX : (j + 1) * BOX], weights)
+
+    def get_kernel_box(self, slot: Index) -> Ref:
+        """Return a box of the right side as [depth, columns]."""
+        box = self.block.shared.kernel.at[slot]
+        if not self.block.blocking.kernel_is_transposed:
+            return box
+        return self.transpose(box, self.block.shared.transposed_kernel)
 
     def make_left_box(self, t: Index, k: Index) -> Ref:
         """Return the left side's next box: as it was loaded, or computed and then also stored in global memory."""
@@ -233,7 +241,8 @@ class Worker:
         if shared.extra_ring:
             plgpu.barrier_wait(shared.extra_ring.get_full(count))
         if blocking.kernel_gradient:
-            inputs = self.transpose((shared.inputs if shared.mask is None else shared.mask).at[extra, self.half])
+            inputs = (shared.inputs if shared.mask is None else shared.mask).at[extra, self.half]
+            inputs = self.transpose(inputs, shared.transposed)
             for k in range(blocking.steps):
                 first = (n * blocking.steps + k) * BOX
                 plgpu.wgmma(weights.at[:, first : first + BOX], inputs, shared.intermediate.at[self.warpgroup, k])
@@ -275,10 +284,10 @@ class Worker:
         """Load a box as float32."""
         return self.block.cast_layout(ref[...], layout).astype(jnp.float32)
 
-    def transpose(self, ref: Ref) -> Ref:
+    def transpose(self, ref: Ref, copies: Ref) -> Ref:
         """Return a transposed view of a box; the interpreter of jax 0.10 needs a transposed copy instead."""
         if self.block.interpreted:
-            copy = self.block.shared.transposed.at[self.warpgroup]
+            copy = copies.at[self.warpgroup]
             copy[...] = ref[...].T
             return copy
         return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))

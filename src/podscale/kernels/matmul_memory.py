@@ -36,7 +36,7 @@ class Operands(Generic[T]):
 
     Attributes:
         left: p, or p and q.
-        kernel: the right side.
+        kernel: the right side, or its transpose.
         vectors: A and C, or A, C and B, in boxes; empty: the left side is p.
         add: what is added to the product.
         mask: where it is not above zero, the result is zero.
@@ -106,7 +106,7 @@ class Ring:
 
 SHARED_FIELDS = (
     *("add", "extra_ring", "inputs", "intermediate", "kernel", "kernel_ring", "left", "left_ring", "mask"),
-    *("others", "result", "sums", "transposed", "vectors", "vectors_full"),
+    *("others", "result", "sums", "transposed", "transposed_kernel", "vectors", "vectors_full"),
 )
 
 
@@ -122,6 +122,7 @@ class Shared:
         result: boxes on their way to global memory.
         sums: each warpgroup's part.
         transposed: a transposed box; in the interpreter only.
+        transposed_kernel: a transposed box of the kernel; in the interpreter only.
         vectors: whole.
         vectors_full: says that the vectors are loaded.
     """
@@ -139,6 +140,7 @@ class Shared:
     result: Ref
     sums: Ref
     transposed: Ref
+    transposed_kernel: Ref
     vectors: tuple[Ref, ...]
     vectors_full: Ref
 
@@ -179,13 +181,14 @@ def describe_shared(blocking: Blocking, operands: Operands[Array], *, is_interpr
         return None if array is None else describe_boxes(blocking.extra_ring, ROWS, BOX)
 
     extras, vectors = len(operands.extras), len(operands.vectors)
+    kernel_box = (blocking.part, BOX) if blocking.kernel_is_transposed else (BOX, blocking.part)
     sums_shape = (2, blocking.sums, blocking.parts * blocking.part // BOX, BOX)
     return Shared(
         add=describe_extra(operands.add),
         extra_ring=describe_ring(blocking.extra_ring, extras) if extras else None,
         inputs=describe_extra(operands.inputs),
         intermediate=describe_boxes(2, blocking.left_boxes, HALF, BOX) if blocking.computes_left else None,
-        kernel=describe_boxes(blocking.kernel_ring, BOX, blocking.part),
+        kernel=describe_boxes(blocking.kernel_ring, *kernel_box),
         kernel_ring=describe_ring(blocking.kernel_ring, 1),
         left=tuple(describe_boxes(blocking.left_ring, ROWS, BOX) for _ in operands.left),
         left_ring=describe_ring(blocking.left_ring, len(operands.left)),
@@ -193,6 +196,9 @@ def describe_shared(blocking: Blocking, operands: Operands[Array], *, is_interpr
         others=tuple(describe_extra(other) for other in operands.others),
         result=describe_boxes(2, blocking.result_ring, HALF, BOX),
         sums=plgpu.SMEM(sums_shape, jnp.float32) if blocking.sums else None,
+        transposed_kernel=plgpu.SMEM((2, BOX, blocking.part), dtype)
+        if blocking.kernel_is_transposed and is_interpreted
+        else None,
         transposed=plgpu.SMEM((2, BOX, HALF), dtype) if blocking.kernel_gradient and is_interpreted else None,
         vectors=tuple(plgpu.SMEM((blocking.steps, BOX), jnp.float32) for _ in operands.vectors),
         vectors_full=plgpu.Barrier(num_arrivals=vectors, num_barriers=1) if vectors else None,

@@ -1,5 +1,6 @@
 """Fused layers with 1x1 convolutions as one kernel forward and one backward: `fused.py` in terms of `matmul.py`."""
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,12 @@ def forward(
 
     flat = tuple(value.reshape(rows, depth) for value in left)
     y, z, sums, _ = matmul.multiply(
-        blocking, flat, tuple(vectors), kernel.reshape(depth, columns), rectify=True, interpret=_make_interpreter(spec)
+        replace(blocking, kernel_is_transposed=True),  # as in the backward pass, so that there is one layout in memory
+        flat,
+        tuple(vectors),
+        kernel.reshape(depth, columns).T,
+        rectify=True,
+        interpret=_make_interpreter(spec),
     )
     return (x if y is None else y.reshape(x.shape)), z.reshape(*x.shape[:-1], columns), sums
 
