@@ -135,7 +135,8 @@ def apply_layer(
     spec = LayerSpec(groups, keep_input=keep_input, kernels=kernels)
     raw_shortcut = make_raw(shortcut, shortcut_affine)
     y, z = fused.apply_layer(spec, make_raw(x, affine), affine, raw_shortcut, shortcut_affine, kernel)
-    return (y if keep_input else None), z.values, z.sums, z.factor
+    assert z.sums is not None
+    return (y if keep_input else None), z.values, jnp.stack(z.sums), z.factor
 
 
 def run_forward(kernels: Kernels, *arguments: Any) -> Any:

@@ -99,8 +99,8 @@ def compute_by_layers(kind, numbers, kernels):
         return y, out.values, out.sums, out.factor
 
     (y, z, sums, _), pull = jax.vjp(function, *inputs)
-    dx, *others = pull((numbers["dy"], numbers["dz"], numbers["dsums"], numbers["factor"]))
-    return (y, z, sums), (dx, *others)
+    dx, *others = pull((numbers["dy"], numbers["dz"], tuple(numbers["dsums"]), numbers["factor"]))
+    return (y, z, jnp.stack(sums)), (dx, *others)
 
 
 @partial(jax.jit, static_argnames="kind")

@@ -26,7 +26,7 @@ def test_pool_and_its_gradient_match_the_reference(levels):
         @jax.jit
         def compute(x, affine, dy):
             (y, sums), pull = jax.vjp(lambda *inputs: pool_blocks(LayerSpec(2), *inputs), x, affine)
-            return y, pull((dy, jnp.zeros_like(sums)))
+            return y, pull((dy, jax.tree.map(jnp.zeros_like, sums)))
 
         @jax.jit
         def compute_by_reference(x, affine, dy):
@@ -57,7 +57,7 @@ def test_the_kernel_of_the_gradient_matches_the_reference(images, rows, columns,
 
         @jax.jit
         def pull_back(x, affine, dy, dsums):
-            return jax.vjp(lambda *inputs: pool_blocks(spec, *inputs), x, affine)[1]((dy, dsums))
+            return jax.vjp(lambda *inputs: pool_blocks(spec, *inputs), x, affine)[1]((dy, tuple(dsums)))
 
         return pull_back(x, affine, dy, dsums)
 

@@ -39,6 +39,7 @@ from podscale.kernels.layer_spec import (
     LayerSpec,
     OutputGradient,
     Residuals,
+    SumAndSquareSum,
     Vector,
 )
 
@@ -55,7 +56,7 @@ class RawOutput:
     """
 
     values: Images
-    sums: Float[Array, "2 groups channels"] | None
+    sums: SumAndSquareSum | None
     factor: Vector
 
 
@@ -71,7 +72,7 @@ class LayerOutputs(NamedTuple):
 
     y: Images
     z: Float[Array, "images out_height out_width outputs"]
-    sums: Float[Array, "2 groups outputs"] | None
+    sums: SumAndSquareSum | None
     factor: Float[Array, "groups outputs"]
 
 
@@ -177,7 +178,8 @@ def _apply_layer_forward(
         kernel=kernel,
         added=() if shortcut is None else ((),),
     )
-    return LayerOutputs(y, z, sums, make_unit_factor(spec.groups, z)), residuals
+    pair = None if sums is None else (sums[0], sums[1])
+    return LayerOutputs(y, z, pair, make_unit_factor(spec.groups, z)), residuals
 
 
 def _apply_layer_backward(
@@ -221,12 +223,13 @@ def make_raw_output(spec: LayerSpec, z: Images) -> RawOutput:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attach_sums(spec: LayerSpec, z: Images) -> tuple[Images, Float[Array, "2 groups channels"], Vector]:
-    return z, reduction.compute_sums(spec, z), make_unit_factor(spec.groups, z)
+def _attach_sums(spec: LayerSpec, z: Images) -> tuple[Images, SumAndSquareSum, Vector]:
+    sums, square_sums = reduction.compute_sums(spec, z)
+    return z, (sums, square_sums), make_unit_factor(spec.groups, z)
 
 
 def _attach_sums_backward(
-    spec: LayerSpec, z: Images, cotangents: tuple[Images, Float[Array, "2 groups channels"], Vector]
+    spec: LayerSpec, z: Images, cotangents: tuple[Images, SumAndSquareSum, Vector]
 ) -> tuple[Images]:
     dz, dsums, factor = cotangents
     return (reference.combine_gradient(dz, z, (factor, dsums[0], 2 * dsums[1])),)

@@ -9,6 +9,7 @@ Images: TypeAlias = Float[Array, "images height width channels"]
 Kernel: TypeAlias = Float[Array, "side side channels outputs"]
 Vector: TypeAlias = Float[Array, "groups channels"]  # what belongs to a channel, for each batch-norm group
 Sums: TypeAlias = tuple[Vector, ...]  # over each batch-norm group, of several terms
+SumAndSquareSum: TypeAlias = tuple[Vector, Vector]  # of values and of their squares; apart, or XLA joins gradients
 FactorAndOffset: TypeAlias = tuple[Vector, Vector]  # of each channel
 Affine: TypeAlias = FactorAndOffset | tuple[()]  # empty: neither
 

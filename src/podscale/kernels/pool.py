@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Num, UInt8
 
 from podscale.kernels import reduction, reference, unpool
 from podscale.kernels.fused import RawOutput, make_raw_output, make_unit_factor
-from podscale.kernels.layer_spec import FactorAndOffset, LayerSpec, Sums
+from podscale.kernels.layer_spec import FactorAndOffset, LayerSpec, SumAndSquareSum, Sums
 
 Blocks: TypeAlias = Float[Array, "images rows columns pixels"]  # of 2x2 pixels, 4 · channels
 Maxima: TypeAlias = Float[Array, "images rows columns channels"]
@@ -57,16 +57,15 @@ def make_raw_blocks(spec: LayerSpec, z: Blocks) -> tuple[RawOutput, Windows]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attach_sums(
-    spec: LayerSpec, z: Blocks
-) -> tuple[Blocks, Float[Array, "2 groups pixels"], Float[Array, "groups pixels"], Windows]:
-    return z, reduction.compute_sums(spec, z), make_unit_factor(spec.groups, z), _make_windows(z)
+def _attach_sums(spec: LayerSpec, z: Blocks) -> tuple[Blocks, SumAndSquareSum, Float[Array, "groups pixels"], Windows]:
+    sums, square_sums = reduction.compute_sums(spec, z)
+    return z, (sums, square_sums), make_unit_factor(spec.groups, z), _make_windows(z)
 
 
 def _attach_sums_backward(
     spec: LayerSpec,
     z: Blocks,
-    cotangents: tuple[Blocks, Float[Array, "2 groups pixels"], Float[Array, "groups pixels"], Windows],
+    cotangents: tuple[Blocks, SumAndSquareSum, Float[Array, "groups pixels"], Windows],
 ) -> tuple[Blocks]:
     _, dsums, factor, (dy, bits) = cotangents
     place = lax.bitcast_convert_type(bits, jnp.uint8)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from podscale.kernels import fused, pool
 from podscale.kernels.fused import RawOutput
-from podscale.kernels.layer_spec import Affine, FactorAndOffset, Kernels, LayerSpec
+from podscale.kernels.layer_spec import Affine, FactorAndOffset, Kernels, LayerSpec, SumAndSquareSum
 from podscale.models.max_pool import max_pool
 from podscale.models.resnet import Conv, ResNet, Stem, convolve_four_outputs, list_convolutions
 from podscale.parallel.batch_norm import BatchNorm
@@ -94,7 +94,10 @@ class FusedChain:
         """Return the factor and offset that normalize a raw output whose channels hold this many pixels."""
         channels = raw.values.shape[-1] // pixels
         rows = raw.values.size // (channels * self.groups)
-        sums = raw.sums if raw.sums is None else raw.sums.reshape(2, self.groups, -1, channels).sum(2)
-        factor, offset = norm.compute_affine(sums, rows)
+        factor, offset = norm.compute_affine(raw.sums and self._add_pixels(raw.sums, channels), rows)
         shape = (self.groups, factor.shape[-1])
         return jnp.broadcast_to(factor, shape), jnp.broadcast_to(offset, shape)
+
+    def _add_pixels(self, sums: SumAndSquareSum, channels: int) -> SumAndSquareSum:
+        by_channel, squares = (values.reshape(self.groups, -1, channels).sum(1) for values in sums)
+        return by_channel, squares

@@ -141,7 +141,7 @@ class BatchNorm(nnx.Module):
         self.moments = Moments(moments)
         return y
 
-    def compute_affine(self, sums: Float[Array, "2 groups channels"] | None, rows: int) -> tuple[Affine, Affine]:
+    def compute_affine(self, sums: tuple[Affine, Affine] | None, rows: int) -> tuple[Affine, Affine]:
         """Return the normalization as a factor and an offset, for fused layers.
 
         Args:
@@ -152,7 +152,10 @@ class BatchNorm(nnx.Module):
         if sums is None:
             mean, var = self.mean[...][None], self.var[...][None]
         else:
-            mean, mean_square = sum_over_tile(sums, self.groups) / (rows * _count_devices(self.groups))
+            if self.groups.axes:  # together, for one message; XLA joins gradients by an array's parts in a kernel
+                sums = tuple(sum_over_tile(jnp.stack(sums), self.groups))
+            count = rows * _count_devices(self.groups)
+            mean, mean_square = sums[0] / count, sums[1] / count
             var = jnp.maximum(mean_square - mean * mean, 0)
             self.moments = Moments(jnp.stack([mean, var]).mean(axis=1))
         factor = self._get_scale() * lax.rsqrt(var + self.epsilon)
