@@ -23,7 +23,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Num, UInt8
 
-from podscale.kernels import reduction, reference, unpool
+from podscale.kernels import reduction, reference, unpool, window_maxima
 from podscale.kernels.fused import RawOutput, make_raw_output, make_unit_factor
 from podscale.kernels.layer_spec import FactorAndOffset, LayerSpec, SumAndSquareSum, Sums
 
@@ -113,6 +113,15 @@ def _pool(
 def _pool_forward(
     spec: LayerSpec, x: Blocks, x_factor: Float[Array, "groups pixels"], windows: Windows, affine: FactorAndOffset
 ) -> tuple[Maxima, PoolResiduals]:
+    if unpool.can_use_kernel(spec, x):
+        largest, place, raw_largest = window_maxima.find_maxima(spec, x, affine)
+    else:
+        largest, place, raw_largest = _find_maxima(x, affine)
+    return largest, PoolResiduals(place, raw_largest, affine)
+
+
+def _find_maxima(x: Blocks, affine: FactorAndOffset) -> tuple[Maxima, Places, Maxima]:
+    """Return what `window_maxima.find_maxima` does."""
     images, rows, columns, channels = x.shape
     blocks = x.reshape(images, rows, columns, 2, 2, channels // 4)
     inner_row, inner_column = (jnp.arange(n) > 0 for n in (rows, columns))
@@ -141,7 +150,7 @@ def _pool_forward(
     place = jnp.where(largest > 0, place, jnp.uint8(0))
     # Compute all three now, or XLA keeps the eight maps of comparisons until the gradient needs the place.
     largest, place, raw_largest = lax.optimization_barrier((largest, place, raw_largest))
-    return largest, PoolResiduals(place, raw_largest, affine)
+    return largest, place, raw_largest
 
 
 def _pool_backward(
