@@ -17,7 +17,7 @@ from podscale.kernels.layer_spec import INTERPRET, REFERENCE, LayerSpec
 Maxima: TypeAlias = Float[Array, "images rows columns channels"]
 Places: TypeAlias = UInt8[Array, "images rows columns channels"]
 Blocks: TypeAlias = Float[Array, "images rows columns 4*channels"]  # of 2x2 pixels
-BLOCK = 2048  # elements of a program's block, for each of the four pixels
+BLOCK = 1024  # elements of a program's block, for each of the four pixels; with twice as many, 184 registers per thread
 CHANNELS = 64  # of a block at most
 WARPS = 4
 MAX_ELEMENTS = 2**31  # offsets are 32-bit integers
