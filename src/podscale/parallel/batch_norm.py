@@ -141,7 +141,9 @@ class BatchNorm(nnx.Module):
         self.moments = Moments(moments)
         return y
 
-    def compute_affine(self, sums: tuple[Affine, Affine] | None, rows: int) -> tuple[Affine, Affine]:
+    def compute_affine(
+        self, sums: Float[Array, "2 groups channels"] | tuple[Affine, Affine] | None, rows: int
+    ) -> tuple[Affine, Affine]:
         """Return the normalization as a factor and an offset, for fused layers.
 
         Args:
