@@ -29,6 +29,9 @@ MTU = 4000
 # A host's process waits most of the time and must not be delayed by other work, so it has a real-time priority, below
 # that of the wires; it ends with its parent.
 AS_HOST = "chrt --rr 1 setpriv --pdeathsig KILL".split()
+# Processes of equal real-time priority take turns, by default every 100 ms. Gloo's threads spin while they wait for each
+# other: one that spins would keep the one that it waits for from running, until its turn is over.
+TURN, TURN_MS = Path("/proc/sys/kernel/sched_rr_timeslice_ms"), 1
 SETTINGS = (
     "net.ipv4.ip_forward=1",
     "net.ipv4.conf.all.rp_filter=0",
@@ -68,7 +71,9 @@ class Torus:
         remove_stale()
         self._handlers = {number: signal.signal(number, _exit_on_signal) for number in (signal.SIGTERM, signal.SIGHUP)}
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        self._turn_ms = TURN.read_text()
         try:
+            TURN.write_text(f"{TURN_MS}\n")
             self._build()
         except BaseException:
             self.__exit__(None, None, None)
@@ -83,6 +88,7 @@ class Torus:
             for host in self.hosts:
                 _remove(self.name(host))
             self._folder.cleanup()
+            TURN.write_text(self._turn_ms)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
