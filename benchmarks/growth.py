@@ -69,6 +69,8 @@ def main() -> None:
     if arguments.step:
         print(json.dumps(STEPS[arguments.step](arguments.folder, arguments.count)))
         return
+    if arguments.folder:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         columns = {f"{count:,}": measure_samples(folder / str(count), count) for count in arguments.samples}
