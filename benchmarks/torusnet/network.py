@@ -29,8 +29,8 @@ MTU = 4000
 # A host's process waits most of the time and must not be delayed by other work, so it has a real-time priority, below
 # that of the wires; it ends with its parent.
 AS_HOST = "chrt --rr 1 setpriv --pdeathsig KILL".split()
-# Processes of equal real-time priority take turns, by default every 100 ms. Gloo's threads spin while they wait for each
-# other: one that spins would keep the one that it waits for from running, until its turn is over.
+# Processes of equal real-time priority take turns, by default every 100 ms. Devices of a process that wait for each
+# other then take up to 25 times as long, presumably because one that waits by spinning keeps the core.
 TURN, TURN_MS = Path("/proc/sys/kernel/sched_rr_timeslice_ms"), 1
 SETTINGS = (
     "net.ipv4.ip_forward=1",
