@@ -191,6 +191,8 @@ def test_paths_whose_messages_are_sent_in_turn_cost_less_once_the_shorter_ring_h
     assert STRATEGIES["torus4"].predict_s(links, Load(1.0)) == pytest.approx(4 * 2.5 * 8e-3)
     square = dataclasses.replace(links, rows=4)
     assert STRATEGIES["torus4"].predict_s(square, Load(1.0)) == pytest.approx(4 * 3 * 8e-3)
+    own_paths = dataclasses.replace(links, per_chip=4)  # each core waits only for the messages of its own path
+    assert STRATEGIES["torus4"].predict_s(own_paths, Load(1.0)) == pytest.approx(4 * 3 * 8e-3)
 
 
 def test_the_compilers_sum_is_interpolated_between_measured_sizes():

@@ -1,5 +1,6 @@
 """Gradient summation: exact, the same bits on every replica, for every strategy on any rows x columns."""
 
+import json
 import re
 from functools import partial
 
@@ -216,6 +217,7 @@ def test_compiled_program_has_the_hops_of_the_algorithm(strategy, hops):
         ((2, 2, 4), "ring2", 6),
         ((2, 2, 2), "torus4", 8),
         ((2, 3, 2), "torus4", 12),  # rows first and columns first need separate messages: (2 + 1) * 2 each
+        ((1, 4, 4), "torus4", 12),  # the same, but each core takes part in those of its own path
         ((2, 2, 2), "torus", 4),
         ((2, 3, 2), "swing", 6),  # lanes of Swing have messages of one shape on any torus: (2 + 1) * 2
     ],
@@ -223,6 +225,16 @@ def test_compiled_program_has_the_hops_of_the_algorithm(strategy, hops):
 def test_cores_follow_their_own_paths_in_the_same_messages(shape, strategy, hops):
     program = make_summation(shape, strategy=strategy).lower(sample_tree(shape, UNEVEN)).compile().as_text()
     assert len(re.findall(r" collective-permute(?:-start)?\(", program)) == hops
+
+
+def test_cores_wait_only_for_messages_of_their_own_path():
+    """Rows-first parts are those of two cores and columns-first parts those of the others, so both move at once."""
+    shape = (1, 4, 4)
+    text = make_summation(shape, strategy="torus4").lower(sample_tree(shape, [(64,)])).as_text()
+    pairs = re.findall(r"collective_permute\"[^\n]*source_target_pairs = dense<(\[\[.*?\]\])>", text)
+    cores = [{device % 4 for device in np.ravel(json.loads(text))} for text in pairs]
+    assert len(cores) == 12
+    assert all(used in ({0, 1}, {2, 3}) for used in cores)
 
 
 @pytest.mark.parametrize("strategy", RINGS)

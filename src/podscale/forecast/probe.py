@@ -96,7 +96,7 @@ class Probe:
             [self._make_axis(route, self._find_cost(stage)) for route in stage] for stage in zip(*paths, strict=True)
         ]
         axes = list(zip(*stages, strict=True))
-        in_turn = len({tuple(axis.size for axis in path) for path in axes}) > 1
+        in_turn = len({tuple(axis.size for axis in path) for path in axes}) > 1 and self.per_chip % len(paths) > 0
         return self.cores.predict_s(size) + network.time_paths(axes, size, in_turn=in_turn)
 
     def time_swing(self, size: float) -> float:
@@ -233,7 +233,8 @@ def _make_hops(cores: int, ways: Sequence[Route]) -> Callable[[jax.Array, int], 
 
     def body(x: jax.Array, hops: int) -> list[jax.Array]:
         rings = [ring for (ring,) in make_rings([(way,) for way in ways], cores)]
-        share = -(-x.size * len(ways) // (len(rings) * cores))
+        messages = len(rings) if rings[0].has_all_devices() else 1  # of a core in a hop
+        share = -(-x.size * len(ways) // (messages * cores))
         xs = [x[:share] for _ in rings]
         for _ in range(hops):
             xs = [ring.hop(x, x.dtype) for ring, x in zip(rings, xs, strict=True)]

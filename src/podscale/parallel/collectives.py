@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Bool, Int, Num
 
 from podscale.parallel.routes import CROSS_SLICES, FOLLOW_COLUMNS, FOLLOW_ROWS, Path, Route
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, SLICE
@@ -38,16 +38,16 @@ MAX_UNROLLED_HOPS = 16  # longer rings become a loop, or compiling takes longer 
 
 @dataclass(frozen=True)
 class Ring:
-    """Disjoint cycles of equal length that cover the pod: `cycles[c][i]` is the i-th device of cycle c."""
+    """Disjoint cycles of equal length through the pod: `cycles[c][i]` is the i-th device of cycle c."""
 
     cycles: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def from_routes(cls, routes: Sequence[Route]) -> "Ring":
-        """Build the ring on which core i of every chip follows `routes[i]`."""
+    def from_routes(cls, routes: Sequence[Route | None]) -> "Ring":
+        """Build the ring on which core i of every chip follows `routes[i]`, or takes no part if that is None."""
         slices, rows, cols = lax.axis_size(SLICE), lax.axis_size(COLUMN), lax.axis_size(ROW)
         devices = np.arange(slices * rows * cols * len(routes)).reshape(slices, rows, cols, len(routes))
-        cycles = np.concatenate([route.list_cycles(devices[..., core]) for core, route in enumerate(routes)])
+        cycles = np.concatenate([route.list_cycles(devices[..., core]) for core, route in enumerate(routes) if route])
         return cls(tuple(map(tuple, cycles.tolist())))
 
     @property
@@ -56,14 +56,26 @@ class Ring:
         return len(self.cycles[0])
 
     def locate_device(self) -> Int[Array, ""]:
-        """Return the position of this device on its cycle."""
-        cycles = np.array(self.cycles)
-        positions = np.empty(cycles.size, np.int32)
-        positions[cycles] = np.arange(self.size)
+        """Return the position of this device on its cycle; 0 if it takes no part."""
+        positions = np.zeros(lax.axis_size(ALL_AXES), np.int32)
+        positions[np.array(self.cycles)] = np.arange(self.size)
         return jnp.asarray(positions)[lax.axis_index(ALL_AXES)]
 
+    def has_device(self) -> Bool[Array, ""]:
+        """Return whether this device takes part."""
+        has_part = np.zeros(lax.axis_size(ALL_AXES), bool)
+        has_part[np.array(self.cycles)] = True
+        return jnp.asarray(has_part)[lax.axis_index(ALL_AXES)]
+
+    def has_all_devices(self) -> bool:
+        """Return whether every device of the pod takes part."""
+        return len(self.cycles) * self.size == lax.axis_size(ALL_AXES)
+
     def hop(self, x: Num[Array, " n"], wire: DTypeLike) -> Num[Array, " n"]:
-        """Send `x` to the next device of the cycle as dtype `wire`, and return what the previous device sent."""
+        """Send `x` to the next device of the cycle as dtype `wire`, and return what the previous device sent.
+
+        A device that takes no part gets zeros.
+        """
         links = [link for cycle in self.cycles for link in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
         return lax.ppermute(x.astype(wire), ALL_AXES, links).astype(x.dtype)
 
@@ -73,19 +85,34 @@ def make_rings(paths: Sequence[Path], cores: int) -> list[tuple[Ring, ...]]:
 
     The cores of a chip divide the paths among themselves: of four paths, four cores take one each, two cores take two
     each, a single core takes all four. What moves in one message must have one shape: if rows and columns differ in
-    length, the rows-first and the columns-first parts move in separate messages. Of a single slice, no path leads out.
+    length, the rows-first and the columns-first parts move in separate messages. With as many cores as paths, only the
+    cores of a path send and wait in its messages, so that all links carry data at the same time. Of a single slice, no
+    path leads out.
     """
     if lax.axis_size(SLICE) == 1:
         paths = [tuple(route for route in path if route.along != "slice") for path in paths]
     by_lengths: dict[tuple[int, ...], list[Path]] = {}
     for path in paths:
         by_lengths.setdefault(tuple(Ring.from_routes([route] * cores).size for route in path), []).append(path)
+    if len(by_lengths) > 1 and cores % len(paths) == 0:
+        return [_make_own_rings(paths, group, cores) for group in by_lengths.values()]
     ring_paths = []
     for group in by_lengths.values():
         for first in range(0, math.lcm(len(group), cores), cores):
             path_of_core = [group[(first + core) % len(group)] for core in range(cores)]
             ring_paths.append(tuple(Ring.from_routes(routes) for routes in zip(*path_of_core, strict=True)))
     return ring_paths
+
+
+def _make_own_rings(paths: Sequence[Path], group: Sequence[Path], cores: int) -> tuple[Ring, ...]:
+    """Return the rings of those cores whose path is in the group; core i takes the i-th path."""
+    path_of_core = [paths[core % len(paths)] for core in range(cores)]
+    stages = zip(*path_of_core, strict=True)
+    takes_part = [path in group for path in path_of_core]
+    return tuple(
+        Ring.from_routes([route if part else None for route, part in zip(routes, takes_part, strict=True)])
+        for routes in stages
+    )
 
 
 # --- one stage: all paths once round a ring each -------------------------------------------------------------------
@@ -171,9 +198,10 @@ def all_reduce(
     if chips == 1:
         return lax.psum(x, CORE)
     ring_paths = make_rings(paths, cores)
-    whole = jnp.pad(x, (0, compute_padding(x.size, len(ring_paths) * chips * cores)))
+    shares = all(rings[0].has_all_devices() for rings in ring_paths)  # or each device has all of its part on one path
+    whole = jnp.pad(x, (0, compute_padding(x.size, (len(ring_paths) if shares else 1) * chips * cores)))
     part = lax.psum_scatter(whole, CORE, tiled=True) if cores > 1 else whole
-    parts = list(jnp.split(part, len(ring_paths)))
+    parts = list(jnp.split(part, len(ring_paths))) if shares else [part] * len(ring_paths)
     stages = list(zip(*ring_paths, strict=True))
     synchronize = _synchronize_cores if synchronizes and cores > 1 and len(paths) > 1 else list
     for number, rings in enumerate(stages):
@@ -181,7 +209,8 @@ def all_reduce(
     parts = [round_to(part, wire) for part in parts]
     for rings in reversed(stages):
         parts = all_gather(rings, synchronize(parts) if len(stages) > 1 else parts, wire)
-    part = jnp.concatenate(parts)
+    takes_part = [rings[0].has_device() for rings in ring_paths]
+    part = jnp.concatenate(parts) if shares else jnp.select(takes_part, parts)
     whole = lax.all_gather(part.astype(wire), CORE, tiled=True).astype(x.dtype) if cores > 1 else part
     return whole[: x.size]
 
