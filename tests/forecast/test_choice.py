@@ -191,8 +191,18 @@ def test_paths_whose_messages_are_sent_in_turn_cost_less_once_the_shorter_ring_h
     assert STRATEGIES["torus4"].predict_s(links, Load(1.0)) == pytest.approx(4 * 2.5 * 8e-3)
     square = dataclasses.replace(links, rows=4)
     assert STRATEGIES["torus4"].predict_s(square, Load(1.0)) == pytest.approx(4 * 3 * 8e-3)
-    own_paths = dataclasses.replace(links, per_chip=4)  # each core waits only for the messages of its own path
-    assert STRATEGIES["torus4"].predict_s(own_paths, Load(1.0)) == pytest.approx(4 * 3 * 8e-3)
+
+
+@pytest.mark.parametrize(("all_links", "shared"), [(5e5, 0.0), (4e5, 0.25), (1e5, 1.0)])
+def test_paths_of_own_cores_wait_for_each_other_between_stages_only(all_links, shared):
+    """On 2x8 with four cores: seven hops along rows beside one along columns, then the same the other way round."""
+    costs = {"row2": LinearCost(2e-3, 2e6), "column2": LinearCost(4e-3, 5e5), "four": LinearCost(8e-3, all_links)}
+    links = make_links(**costs)
+    links = dataclasses.replace(links, rows=2, cols=8, per_chip=4)
+    rows_s, columns_s = 7 * (2e-3 + 2e6 / 2e6), 4e-3 + 8e6 / 5e5
+    then_columns_s, then_rows_s = 4e-3 + 1e6 / 5e5, 7 * (2e-3 + 1e6 / 2e6)
+    expected = 2 * (columns_s + shared * rows_s + then_rows_s + shared * then_columns_s)
+    assert STRATEGIES["torus4"].predict_s(links, Load(6.4e7)) == pytest.approx(expected)
 
 
 def test_the_compilers_sum_is_interpolated_between_measured_sizes():

@@ -87,6 +87,8 @@ class Probe:
     row_pairs: LinearCost | None = None  # two neighbours of a row send to each other
     column_pairs: LinearCost | None = None
     line: LinearCost | None = None  # the compiler's sum over a row, or over a column if rows have one chip
+    row2: LinearCost | None = None  # one message in each direction along the row, where rows and columns differ
+    column2: LinearCost | None = None
 
     def time_paths(self, paths: Sequence[Path], size: float) -> float:
         """Return the seconds to sum `size` bytes over all devices, an equal part along each path."""
@@ -96,8 +98,30 @@ class Probe:
             [self._make_axis(route, self._find_cost(stage)) for route in stage] for stage in zip(*paths, strict=True)
         ]
         axes = list(zip(*stages, strict=True))
-        in_turn = len({tuple(axis.size for axis in path) for path in axes}) > 1 and self.per_chip % len(paths) > 0
+        in_turn = len({tuple(axis.size for axis in path) for path in axes}) > 1
+        if in_turn and self.per_chip % len(paths) == 0:  # each core waits for the messages of its own path alone
+            return self.cores.predict_s(size) + self._time_own_paths(paths, size)
         return self.cores.predict_s(size) + network.time_paths(axes, size, in_turn=in_turn)
+
+    def _time_own_paths(self, paths: Sequence[Path], size: float) -> float:
+        """Return the seconds of a sum whose paths differ in length, each followed by cores of its own.
+
+        Paths wait for each other between stages only. A stage takes as long as the slowest path; where all links at
+        once are slower than those of rows or of columns, as behind one network card, they share the time of the others.
+        """
+        row, column = self.row2 or self.four, self.column2 or self.four
+        shared = min(max(min(row.rate, column.rate) / self.four.rate - 1, 0.0), 1.0)
+        parts, seconds = [size / len(paths)] * len(paths), 0.0
+        for stage in zip(*paths, strict=True):
+            times: dict[str, float] = {}  # by axis: the paths of both directions hop together
+            for i, route in enumerate(stage):
+                count = route.count_chips(self.rows // self.slices, self.cols, self.slices)
+                cost = {"row": row, "column": column}.get(route.along, self.four)
+                parts[i] /= count
+                times[route.along] = (count - 1) * cost.predict_s(parts[i])
+            slowest = max(times.values())
+            seconds += slowest + shared * (sum(times.values()) - slowest)
+        return 2 * seconds
 
     def time_swing(self, size: float) -> float:
         """Return the seconds to sum `size` bytes over all devices by exchanges of halves."""
@@ -181,6 +205,10 @@ def measure_links(pod: Pod) -> Probe:
     """Time messages over the pod. All processes must call it, and all get the same figures."""
     mesh, free = pod.mesh(), LinearCost(0.0, math.inf)
     costs = {name: _fit_cost(mesh, _make_hops(pod.cores, routes)) for name, routes in PATTERNS.items()}
+    if pod.cores % len(PATTERNS["four"]) == 0 and pod.cols != pod.slice_rows:
+        for name in ("row", "column"):
+            (route,) = PATTERNS[name]
+            costs[f"{name}2"] = _fit_cost(mesh, _make_hops(pod.cores, [route, route.reverse()]))
     costs["cores"] = _fit_cost(mesh, _repeat(_sum_over_cores), ON_CHIP_BYTES) if pod.cores > 1 else free
     lengths: dict[Literal["row", "column"], int] = {"row": pod.cols, "column": pod.slice_rows}
     for along, count in lengths.items():
