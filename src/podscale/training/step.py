@@ -29,7 +29,6 @@ from podscale.recipe import Recipe, find_largest_size
 from podscale.training import views
 from podscale.training.device_input import augment
 from podscale.training.losses import compute_losses
-from podscale.training.selection import select
 from podscale.training.update_rule import Scalars, UpdateRule
 
 # Text, truth values and numbers; what JAX declares leaves out the numbers.
@@ -38,7 +37,7 @@ CompilerOptions: TypeAlias = dict[str, Any]
 # What XLA puts into CUDA graphs: its default, and convolutions and loops.
 GRAPHED_OPERATIONS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONVOLUTION,CONDITIONAL,WHILE"
 GRAPHED_MODELS = ("cifarnet",)  # models that were faster with it where images live on the device
-STEPS_TO_TUNE = 30_000  # from so many on, a faster step earns back a longer compilation
+STEPS_TO_TUNE = 30_000  # from so many on, a faster step earns back the time that trying more kernels takes
 OPTIMIZER = "optimizer"  # the named scope by which a profile of the step finds the update
 Images = UInt8[Array, "micro_batches images height width 3"]  # of one device and update
 Labels = Int[Array, "micro_batches images"]
@@ -242,8 +241,7 @@ class TrainStep:
         )
         new = State(state.step + 1, params, stats, opt_state, average)
         old = state._replace(step=state.step + 1)
-        is_long = self.plan.steps >= STEPS_TO_TUNE  # joined vectors take longer to compile
-        return select(finite, new, old, joins_vectors=is_long and self.plan.pod.is_gpu_cluster), metrics
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old), metrics
 
     def apply_gradients(self, state: State, grads: Tree, small: Tree) -> tuple[Tree, optax.OptState, Array, Tree]:
         """Sum over the pod and update: gradients in buckets, last layers first; small arrays unrounded.
