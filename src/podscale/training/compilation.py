@@ -1,6 +1,5 @@
 """Compile the training and evaluation steps, and cache the compiled programs."""
 
-import gc
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -73,25 +72,12 @@ def compile_train_step(
     constants = *residents, place_scalars(plan, program.mesh)
     ranges = list_size_ranges(plan.recipe, plan.counts.train)
     batches = {r.size: steps.describe_call_arguments(plan, program.mesh, r.size)[:3] for r in ranges}
-    with pause_garbage_collection():
-        lowered = {size: make_train_call(program).lower(state, *batch, *constants) for size, batch in batches.items()}
+    lowered = {size: make_train_call(program).lower(state, *batch, *constants) for size, batch in batches.items()}
     call = CompiledCall(_compile_sizes(lowered, plan, run, options), constants)
     if residents:  # run once on zeros: what a device loads at first use is no part of training
         images, labels, _ = next(iter(batches.values()))
         jax.block_until_ready(call(*zeros_like((state, images, labels)), np.int32(1)))
     return call
-
-
-@contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage meanwhile, which takes an eighth of the time to lower a fused network."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _compile_sizes(
