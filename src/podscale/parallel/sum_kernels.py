@@ -1,10 +1,11 @@
 """The sums of batch norm by kernels, in place of XLA's reductions.
 
 Kernels are a layer below (`kernels/group_sums.py`) and reach batch norm as an object; here is what batch norm asks of
-them.
+them. The functions are jitted so that layers of the same shape are traced and lowered once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -36,11 +37,13 @@ class SumKernels(Protocol):
         ...
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def sum_squares(kernels: SumKernels, groups: int, x: Values) -> Sums:
     """Return the sums over each group of the values and of their squares."""
     return kernels.sum(groups, lambda vectors, x: (x, x * x), (x,), ())[:, :, None, None]
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def sum_gradient(
     kernels: SumKernels,
     groups: int,
