@@ -1,6 +1,6 @@
 """Measures where the time before the first step goes, for the steps of several networks on one GPU.
 
-Each case is a process of its own without any cache of compiled programs: everything is traced, lowered and tuned anew.
+Each case is a process of its own without any cache of compiled programs: everything is traced, lowered and tuned again.
 Printed are the seconds of importing and building the network, of tracing and lowering the step, and of compiling it,
 and milliseconds per step, the median of five measurements. It claims nothing, and so runs no peer.
 

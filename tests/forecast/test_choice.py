@@ -182,6 +182,19 @@ def test_predictions_are_the_closed_forms_of_measured_costs():
     assert np.isfinite(result.chip_rate)
 
 
+def test_exchanges_of_whole_arrays_take_as_long_as_messages_of_their_size_were_measured():
+    """The first 4 KB leave in 1 ms after the latency, where a straight line from 256 KB says 4."""
+    measured = LinearCost(2e-3, 1.024e6, middle_s=3e-3)
+    links = make_links(row=measured, column=measured)
+    assert STRATEGIES["swing_latency"].predict_s(links, Load(4096)) == pytest.approx(4 * 3e-3)
+    assert STRATEGIES["swing_latency"].predict_s(links, Load(1024)) == pytest.approx(4 * 2.25e-3)
+    assert STRATEGIES["swing_latency"].predict_s(links, Load(2**18)) == pytest.approx(4 * (2e-3 + 0.256))
+    line = make_links(row=LinearCost(2e-3, 1.024e6), column=LinearCost(2e-3, 1.024e6))  # others are as before
+    assert STRATEGIES["torus"].predict_s(links, Load(4096)) == STRATEGIES["torus"].predict_s(line, Load(4096))
+    again = Probe.from_dict(json.loads(json.dumps(links.to_dict())))
+    assert again.row == measured
+
+
 def test_paths_whose_messages_are_sent_in_turn_cost_less_once_the_shorter_ring_has_finished():
     """On 3x4, torus4 sends rows-first and columns-first quarters in separate messages: "four" is the cost of both.
 
@@ -201,7 +214,8 @@ def test_paths_of_own_cores_wait_for_each_other_between_stages_only(all_links, s
     links = dataclasses.replace(links, rows=2, cols=8, per_chip=4)
     rows_s, columns_s = 7 * (2e-3 + 2e6 / 2e6), 4e-3 + 8e6 / 5e5
     then_columns_s, then_rows_s = 4e-3 + 1e6 / 5e5, 7 * (2e-3 + 1e6 / 2e6)
-    expected = 2 * (columns_s + shared * rows_s + then_rows_s + shared * then_columns_s)
+    rows_bytes_s, then_columns_bytes_s = rows_s - 7 * 2e-3, then_columns_s - 4e-3  # only bytes share a wire
+    expected = 2 * (columns_s + shared * rows_bytes_s + then_rows_s + shared * then_columns_bytes_s)
     assert STRATEGIES["torus4"].predict_s(links, Load(6.4e7)) == pytest.approx(expected)
 
 

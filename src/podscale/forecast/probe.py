@@ -32,7 +32,7 @@ from podscale.parallel.exchanges import Exchange
 from podscale.parallel.routes import FOLLOW_COLUMNS, FOLLOW_ROWS, VISIT_ALL_CHIPS, Path, Route
 from podscale.pod import ALL_AXES, COLUMN, CORE, ROW, Pod
 
-SMALL_BYTES, LARGE_BYTES = 64, 256 << 10  # bytes of the messages
+SMALL_BYTES, MIDDLE_BYTES, LARGE_BYTES = 64, 4 << 10, 256 << 10  # of the messages
 Arrays: TypeAlias = PyTree  # an array, or one for each ring
 SUM_BYTES = (64, 1 << 10, 4 << 10, 64 << 10, 1 << 20)  # of the compiler's sum, which is no straight line
 LAST_SUM_BYTES, MAX_LAST_S = 16 << 20, 0.25  # the last of these, if the previous one took less than that
@@ -50,9 +50,26 @@ class LinearCost:
 
     hop_s: float
     rate: float  # bytes per second
+    middle_s: float = 0.0  # of a message of MIDDLE_BYTES; 0: not measured
 
     def predict_s(self, size: float) -> float:
         return self.hop_s + size / self.rate
+
+    def get_rate(self, size: float) -> float:
+        """Return the bytes per second, after the latency, of a message of this size.
+
+        The first bytes may leave faster than the rest, as long as buffers take them.
+
+        >>> cost = LinearCost(hop_s=1.0, rate=1000.0, middle_s=2.0)
+        >>> cost.get_rate(64), cost.get_rate(4096), cost.get_rate(1 << 30)
+        (4096.0, 4096.0, 1000.0)
+        """
+        if not self.middle_s or size >= LARGE_BYTES or math.isinf(self.rate):
+            return self.rate
+        large_s = LARGE_BYTES / self.rate
+        middle_s = min(max(self.middle_s - self.hop_s, 0.01 * self.middle_s), large_s)
+        size = max(size, MIDDLE_BYTES)  # of a smaller message, the rate is the same
+        return size / float(np.interp(size, (MIDDLE_BYTES, LARGE_BYTES), (middle_s, large_s)))
 
 
 @dataclass(frozen=True)
@@ -107,20 +124,20 @@ class Probe:
         """Return the seconds of a sum whose paths differ in length, each followed by cores of its own.
 
         Paths wait for each other between stages only. A stage takes as long as the slowest path; where all links at
-        once are slower than those of rows or of columns, as behind one network card, they share the time of the others.
+        once are slower than those of rows or of columns, as behind one network card, the bytes of the others wait too.
         """
         row, column = self.row2 or self.four, self.column2 or self.four
         shared = min(max(min(row.rate, column.rate) / self.four.rate - 1, 0.0), 1.0)
         parts, seconds = [size / len(paths)] * len(paths), 0.0
         for stage in zip(*paths, strict=True):
-            times: dict[str, float] = {}  # by axis: the paths of both directions hop together
+            times: dict[str, tuple[float, float]] = {}  # by axis, of both directions: seconds, and those of the bytes
             for i, route in enumerate(stage):
                 count = route.count_chips(self.rows // self.slices, self.cols, self.slices)
                 cost = {"row": row, "column": column}.get(route.along, self.four)
                 parts[i] /= count
-                times[route.along] = (count - 1) * cost.predict_s(parts[i])
-            slowest = max(times.values())
-            seconds += slowest + shared * (sum(times.values()) - slowest)
+                times[route.along] = (count - 1) * cost.predict_s(parts[i]), (count - 1) * parts[i] / cost.rate
+            slowest_s, own_s = max(times.values())
+            seconds += slowest_s + shared * (sum(bytes_s for _, bytes_s in times.values()) - own_s)
         return 2 * seconds
 
     def time_swing(self, size: float) -> float:
@@ -133,15 +150,18 @@ class Probe:
         """Return the seconds to sum `size` bytes over all devices by exchanges of whole arrays."""
         if self.rows * self.cols == 1:
             return self.cores.predict_s(size)
-        return self.cores.predict_s(size) + network.time_messages(self._name_axes(), size)
+        return self.cores.predict_s(size) + network.time_messages(self._name_axes(size), size)
 
-    def _name_axes(self) -> dict[str, Axis]:
+    def _name_axes(self, size: float = math.inf) -> dict[str, Axis]:
+        """Return the axes by name, with the costs of messages of `size` bytes."""
         sizes = {"row": self.cols, "column": self.rows // self.slices, "slice": self.slices}
         costs = {"row": (self.row, self.row_pairs), "column": (self.column, self.column_pairs)}
         costs["slice"] = self.four, None
         link_s = max(self.link_s, 1e-9)  # links are shared even where a further one costs no time
         return {
-            name: Axis(sizes[name], cost.rate, cost.hop_s, link_s, pairs.rate if pairs else math.inf)
+            name: Axis(
+                sizes[name], cost.get_rate(size), cost.hop_s, link_s, pairs.get_rate(size) if pairs else math.inf
+            )
             for name, (cost, pairs) in costs.items()
         }
 
@@ -150,7 +170,7 @@ class Probe:
 
         If rows have one chip, over a column.
         """
-        axes = self._name_axes()
+        axes = self._name_axes(size)
         name = "row" if self.cols > 1 else "column"
         return network.time_messages({name: axes[name]}, size) / self.line.predict_s(size) if self.line else 1.0
 
@@ -186,7 +206,7 @@ class Probe:
 def _read_cost(value: JsonObject) -> LinearCost | SampledCost:
     if "sizes" in value:
         return SampledCost(tuple(value["sizes"]), tuple(value["seconds"]))
-    return LinearCost(value["hop_s"], value["rate"] or math.inf)
+    return LinearCost(value["hop_s"], value["rate"] or math.inf, value.get("middle_s", 0.0))
 
 
 # The routes that carry messages at the same time in each measured pattern.
@@ -204,7 +224,10 @@ PATTERNS: Mapping[str, Path] = MappingProxyType(
 def measure_links(pod: Pod) -> Probe:
     """Time messages over the pod. All processes must call it, and all get the same figures."""
     mesh, free = pod.mesh(), LinearCost(0.0, math.inf)
-    costs = {name: _fit_cost(mesh, _make_hops(pod.cores, routes)) for name, routes in PATTERNS.items()}
+    costs = {
+        name: _fit_cost(mesh, _make_hops(pod.cores, routes), middle=name in ("row", "column"))
+        for name, routes in PATTERNS.items()
+    }
     if pod.cores % len(PATTERNS["four"]) == 0 and pod.cols != pod.slice_rows:
         for name in ("row", "column"):
             (route,) = PATTERNS[name]
@@ -214,7 +237,7 @@ def measure_links(pod: Pod) -> Probe:
     for along, count in lengths.items():
         if count % 2 == 0:  # neighbours in pairs, as in the first step of Swing
             pairs = Exchange(along, groups=tuple((chip, chip + 1) for chip in range(0, count, 2)))
-            costs[f"{along}_pairs"] = _fit_cost(mesh, _make_hops(pod.cores, [pairs]))
+            costs[f"{along}_pairs"] = _fit_cost(mesh, _make_hops(pod.cores, [pairs]), middle=True)
     line = ROW if pod.cols > 1 else COLUMN
     costs["line"] = _fit_cost(mesh, _repeat(lambda x: lax.psum(x, line)), LINE_BYTES)
     link_s = _measure_link_s(pod, mesh, costs)
@@ -287,10 +310,15 @@ def _sum_over_cores(x: jax.Array) -> jax.Array:
     return lax.all_gather(lax.psum_scatter(padded, CORE, tiled=True), CORE, tiled=True)[: x.size]
 
 
-def _fit_cost(mesh: Mesh, body: Callable[[jax.Array, int], Arrays], large: int = LARGE_BYTES) -> LinearCost:
-    hop_s = time_on_mesh(mesh, lambda x: body(x, SMALL_HOPS), SMALL_BYTES)[0] / SMALL_HOPS
-    large_s = time_on_mesh(mesh, lambda x: body(x, LARGE_HOPS), large)[0] / LARGE_HOPS
-    return LinearCost(hop_s, large / max(large_s - hop_s, 0.01 * large_s))
+def _fit_cost(
+    mesh: Mesh, body: Callable[[jax.Array, int], Arrays], large: int = LARGE_BYTES, *, middle: bool = False
+) -> LinearCost:
+    def time_hop(size: int, hops: int) -> float:
+        return time_on_mesh(mesh, lambda x: body(x, hops), size)[0] / hops
+
+    hop_s, large_s = time_hop(SMALL_BYTES, SMALL_HOPS), time_hop(large, LARGE_HOPS)
+    middle_s = time_hop(MIDDLE_BYTES, SMALL_HOPS) if middle else 0.0
+    return LinearCost(hop_s, large / max(large_s - hop_s, 0.01 * large_s), middle_s)
 
 
 def time_on_mesh(
