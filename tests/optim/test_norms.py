@@ -19,9 +19,9 @@ def test_gradients_are_clipped_to_the_global_norm(limit, step):
 def test_norms_are_those_of_each_array_whatever_the_others_shapes():
     """Among more arrays than are summed together, of one to several blocks, empty ones and numbers."""
     random = np.random.default_rng(0)
-    shapes = [(2, 3), (3, 3, 2, 129), (1, 1, 4, 128), (5, 300), (7,), (), (0, 3), *[(4, size) for size in range(1, 60)]]
+    shapes = [(2, 3), (3, 3, 2, 129), (1, 1, 4, 128), (5, 300), (7,), (), (0, 3), *[(4, size) for size in range(1, 45)]]
     tree = {str(shape): random.normal(size=shape).astype(np.float32) for shape in shapes}
-    for name, norm in norms.compute_norms(tree).items():
+    for name, norm in jax.jit(norms.compute_norms)(tree).items():
         assert norm.dtype == jnp.float32
         np.testing.assert_allclose(norm, np.linalg.norm(tree[name].astype(np.float64)), rtol=1e-6)
 
