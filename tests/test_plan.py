@@ -291,6 +291,7 @@ def test_evaluation_steps_are_no_larger_than_the_validation_set(val, images):
         ("auto", "9.0", {"model.name": "resnet18"}, "batch_norm"),
         ("auto", "9.0", {"train.epochs": 0.5}, "batch_norm"),
         ("auto", "9.0", {"model.name": "resnet18", "model.precision": "float32"}, ""),
+        ("auto", "9.0", {"model.name": "cifarnet"}, ""),
         ("auto", "8.0", {}, ""),
         ("on", "8.0", {"model.name": "resnet18"}, "plain"),
         ("on", "9.0", {"model.name": "resnet18"}, "hopper"),

@@ -350,7 +350,7 @@ def _choose_kernels(recipe: Recipe, options: Options, pod: Pod, counts: Counts) 
     is_faster = recipe.model.name in BOTTLENECK_MODELS and pixels >= MIN_PIXELS_TO_FUSE
     if options.fused == "on" or (has_kernels and is_bfloat16 and is_faster):
         return HOPPER if has_kernels else REFERENCE
-    return BATCH_NORM if has_kernels and is_bfloat16 else None
+    return BATCH_NORM if has_kernels and is_bfloat16 and recipe.model.name.startswith("resnet") else None
 
 
 def _choose_micro_batches(

@@ -64,7 +64,7 @@ class Options:
         "bfloat16, on GPUs that have kernels for it (Hopper), when training is long enough to amortize the "
         "compilation; attention of Vision Transformers in bfloat16 as one kernel of cuDNN's, on any GPU; "
         "their layer norms and GELU, and ConvNeXt's, as kernels, in bfloat16 on Hopper GPUs; there also the sums of "
-        "all batch norms that are not fused",
+        "batch norms of ResNets that are not fused, with on those of all networks",
     )
     remat: Literal["auto", "on", "off"] = _field(
         "auto",
