@@ -83,8 +83,11 @@ def measure(case: Case) -> dict[str, float]:
     from podscale.config.options import Options
     from podscale.recipe import load_recipe
     from podscale.training import compilation, step
+    from podscale.training.advance_compilation import compile_in_advance
+    from podscale.training.program_cache import enable_program_cache
     from podscale.training.update_rule import place_scalars
 
+    enable_program_cache()
     recipe, options = load_recipe(case.recipe).override(case.fields), replace(Options(), **case.options)
     program = bench._make_program(recipe, find_pod(), options, case.images, repeats=1)
     state, batch, plan = program.init_state(), bench._make_batch(program), program.plan
@@ -92,9 +95,16 @@ def measure(case: Case) -> dict[str, float]:
     clock.append(time.perf_counter())
     scalars = place_scalars(plan, program.mesh)
     arguments = step.describe_call_arguments(plan, program.mesh, plan.recipe.data.image_size)[:3]
-    lowered = compilation.make_train_call(program).lower(program.describe_state(), *arguments, scalars)
-    clock.append(time.perf_counter())
-    call = compilation.compile_program(lowered, plan, None)
+    with compile_in_advance(plan, compilation.choose_compiler_options(plan)) as advance:  # as `compile_train_step`
+        traced = compilation.make_train_call(program).trace(program.describe_state(), *arguments, scalars)
+        advance.tune_convolutions(traced)
+        lowered = traced.lower()
+        advance.stop_tuning()
+        advance.compile_kernels([lowered])
+        clock.append(time.perf_counter())
+        call = compilation.compile_program(lowered, plan, None)
+    if advance.errors:
+        raise advance.errors[0]
     clock.append(time.perf_counter())
     state, _ = call(state, *batch, scalars)
     jax.block_until_ready(state)

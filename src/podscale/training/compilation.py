@@ -20,6 +20,7 @@ from podscale.processes import heartbeat
 from podscale.recipe import list_size_ranges
 from podscale.runs.folder import Run
 from podscale.training import step as steps
+from podscale.training.advance_compilation import compile_in_advance
 from podscale.training.program import Program
 from podscale.training.program_cache import share_compilation
 from podscale.training.step import CompilerOptions, Metrics, State
@@ -72,8 +73,8 @@ def compile_train_step(
     constants = *residents, place_scalars(plan, program.mesh)
     ranges = list_size_ranges(plan.recipe, plan.counts.train)
     batches = {r.size: steps.describe_call_arguments(plan, program.mesh, r.size)[:3] for r in ranges}
-    lowered = {size: make_train_call(program).lower(state, *batch, *constants) for size, batch in batches.items()}
-    call = CompiledCall(_compile_sizes(lowered, plan, run, options), constants)
+    arguments = {size: (state, *batch, *constants) for size, batch in batches.items()}
+    call = CompiledCall(_compile_sizes(program, arguments, run, options), constants)
     if residents:  # run once on zeros: what a device loads at first use is no part of training
         images, labels, _ = next(iter(batches.values()))
         jax.block_until_ready(call(*zeros_like((state, images, labels)), np.int32(1)))
@@ -81,6 +82,25 @@ def compile_train_step(
 
 
 def _compile_sizes(
+    program: Program, arguments: Mapping[int, tuple[PyTree, ...]], run: Run | None, options: CompilerOptions | None
+) -> dict[int, jax.stages.Compiled]:
+    """Return the compiled train calls for all sizes of images, given the arguments of each.
+
+    On GPUs, convolutions are tuned while Python lowers the calls.
+    """
+    plan = program.plan
+    with compile_in_advance(plan, choose_compiler_options(plan, options)) as advance:
+        traced = {}
+        for size, shapes in arguments.items():
+            traced[size] = make_train_call(program).trace(*shapes)
+            advance.tune_convolutions(traced[size])
+        lowered = {size: call.lower() for size, call in traced.items()}
+        advance.stop_tuning()
+        advance.compile_kernels(lowered.values())
+        return _compile_together(lowered, plan, run, options)
+
+
+def _compile_together(
     lowered: Mapping[int, jax.stages.Lowered], plan: Plan, run: Run | None, options: CompilerOptions | None
 ) -> dict[int, jax.stages.Compiled]:
     """Return the compiled programs of all sizes of images; several are compiled at the same time."""
@@ -160,16 +180,28 @@ def compile_program(
     tried. So they are stored in the run, where the next session finds them, and algorithms that add in another order
     each time are not tried at all.
     """
-    if plan.options.deterministic and jax.default_backend() == "gpu":
-        deterministic: CompilerOptions = {"xla_gpu_exclude_nondeterministic_ops": True}
+    chosen = choose_compiler_options(plan, options) or None
+    if _is_deterministic_on_gpu(plan):
         with cache_programs_in(run.programs) if run else nullcontext():
-            program = lowered.compile(steps.make_compiler_options(plan) | deterministic | (options or {}))
+            program = lowered.compile(chosen)
     else:
         is_shared = jax.default_backend() == "cpu" and jax.process_count() > 1  # others tune together as they compile
         with share_compilation(heartbeat.check_generation) if is_shared else nullcontext():
-            program = lowered.compile(steps.make_compiler_options(plan) | (options or {}) or None)
+            program = lowered.compile(chosen)
     heartbeat.wait_for_peers()  # some processes compile longer than others
     return program
+
+
+def choose_compiler_options(plan: Plan, options: CompilerOptions | None = None) -> CompilerOptions:
+    """Return the plan's compiler options, and these in addition."""
+    deterministic: CompilerOptions = (
+        {"xla_gpu_exclude_nondeterministic_ops": True} if _is_deterministic_on_gpu(plan) else {}
+    )
+    return steps.make_compiler_options(plan) | deterministic | (options or {})
+
+
+def _is_deterministic_on_gpu(plan: Plan) -> bool:
+    return plan.options.deterministic and jax.default_backend() == "gpu"
 
 
 @contextmanager

@@ -49,12 +49,16 @@ class ProgramCache:
 
     def get(self, key: str) -> bytes | None:
         """Return a program; None if it is not there or cannot be read. May wait, inside of `share_compilation`."""
+        if _is_bypassed.get():
+            return None
         path, turn = self._path / f"{key}{SUFFIX}", _turn.get()
         program = _read_program(path)
         return turn.await_program(path) if turn and program is None else program
 
     def put(self, key: str, value: bytes) -> None:
         """Store a program, if the disk takes it. A file that is there is replaced: JAX could not use it."""
+        if _is_bypassed.get():
+            return
         path = self._path / f"{key}{SUFFIX}"
         part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
@@ -159,6 +163,17 @@ class _Turn:
 
 
 _turn: ContextVar[_Turn | None] = ContextVar("turn", default=None)
+_is_bypassed: ContextVar[bool] = ContextVar("is_bypassed", default=False)
+
+
+@contextmanager
+def bypass_program_cache() -> Iterator[None]:
+    """Compile everything inside of the block, in this thread: no program is looked up, and none is stored."""
+    token = _is_bypassed.set(True)
+    try:
+        yield
+    finally:
+        _is_bypassed.reset(token)
 
 
 @contextmanager
