@@ -26,6 +26,15 @@ def test_norms_are_those_of_each_array_whatever_the_others_shapes():
         np.testing.assert_allclose(norm, np.linalg.norm(tree[name].astype(np.float64)), rtol=1e-6)
 
 
+def test_norms_as_a_gpu_computes_them_are_those_of_each_array():
+    random = np.random.default_rng(0)
+    shapes = [(3, 3, 64, 128), (32, 64), (7, 7, 3, 64), (2, 512), (1, 1, 256, 1024), (0, 3), (5, 7)]
+    arrays = [random.normal(size=shape).astype(np.float32) for shape in shapes]
+    sums = jax.jit(norms._sum_squares_by_rows)(*arrays)
+    expected = [np.square(array.astype(np.float64)).sum() for array in arrays]
+    np.testing.assert_allclose(sums, expected, rtol=1e-6)
+
+
 def test_norms_of_float64_are_in_float64():
     with jax.enable_x64(True):
         tree = {"wide": jnp.full((3, 200), 1 + 1e-12), "narrow": jnp.ones((3, 200), jnp.float32)}
