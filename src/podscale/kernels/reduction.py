@@ -9,6 +9,7 @@ block of rows, so that threads exchange nothing before the end, and writes its s
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -45,8 +46,7 @@ def compute_sums(spec: LayerSpec, z: Images) -> Float[Array, "2 groups channels"
     """Return the sums of the values and of their squares, by group and channel."""
     if not can_use_kernel(spec, z):
         return reference.compute_sums(spec, z)
-    _, sums = map_and_sum(spec, lambda vectors, z: ((), (z, z * z)), (z,), (), terms=2)
-    return sums
+    return _compute_sums(_select_fields(spec), z)
 
 
 def backpropagate_relu(
@@ -64,16 +64,7 @@ def backpropagate_relu(
     """
     if not can_use_kernel(spec, dy):
         return reference.backpropagate_relu(spec, dy, x, y, shortcut)
-    others = () if shortcut is None else (shortcut,)
-
-    def compute(vectors: Vectors, dy: Array, x: Array, *values: Array) -> tuple[Blocks, Blocks]:
-        above = x * vectors[0] + vectors[1] if affine else values[-1]
-        g = jnp.where(above > 0, dy, 0.0)
-        return (g,), (g, g * x, *(g * value for value in values[: len(others)]))
-
-    arrays = (dy, x, *others) if affine else (dy, x, *others, y)
-    (g,), sums = map_and_sum(spec, compute, arrays, affine, terms=2 + len(others), outputs=1)
-    return g, tuple(sums)
+    return _backpropagate_relu(_select_fields(spec), dy, x, None if affine else y, shortcut, affine)
 
 
 def sum_relu_gradient(spec: LayerSpec, dy: Images, x: Images, y: Num[Array, "images height width channels"]) -> Sums:
@@ -88,6 +79,33 @@ def sum_relu_gradient(spec: LayerSpec, dy: Images, x: Images, y: Num[Array, "ima
     return tuple(map_and_sum(spec, compute, (dy, x, y), (), terms=2)[1])
 
 
+def _select_fields(spec: LayerSpec) -> LayerSpec:
+    """Return a layer with only those fields that matter here, so that more layers share a traced kernel."""
+    return LayerSpec(groups=spec.groups, kernels=spec.kernels)
+
+
+@partial(jax.jit, static_argnums=0)
+def _compute_sums(spec: LayerSpec, z: Images) -> Float[Array, "2 groups channels"]:
+    _, sums = map_and_sum(spec, lambda vectors, z: ((), (z, z * z)), (z,), (), terms=2)
+    return sums
+
+
+@partial(jax.jit, static_argnums=0)
+def _backpropagate_relu(
+    spec: LayerSpec, dy: Images, x: Images, y: Images | None, shortcut: Images | None, affine: Affine
+) -> tuple[Images, Sums]:
+    others = () if shortcut is None else (shortcut,)
+
+    def compute(vectors: Vectors, dy: Array, x: Array, *values: Array) -> tuple[Blocks, Blocks]:
+        above = x * vectors[0] + vectors[1] if affine else values[-1]
+        g = jnp.where(above > 0, dy, 0.0)
+        return (g,), (g, g * x, *(g * value for value in values[: len(others)]))
+
+    arrays = (dy, x, *others) if y is None else (dy, x, *others, y)
+    (g,), sums = map_and_sum(spec, compute, arrays, affine, terms=2 + len(others), outputs=1)
+    return g, tuple(sums)
+
+
 def can_use_kernel(spec: LayerSpec, x: Num[Array, "*places channels"]) -> bool:
     """Return whether the rows and channels of an array can be divided into blocks."""
     rows, channels = x.size // x.shape[-1], x.shape[-1]
@@ -100,8 +118,8 @@ def can_use_kernel(spec: LayerSpec, x: Num[Array, "*places channels"]) -> bool:
 
 
 def map_and_sum(
-    spec: LayerSpec, compute: Compute, arrays: Arrays, vectors: Sums, *, terms: int, outputs: int = 0
-) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} channels"]]:
+    spec: LayerSpec, compute: Compute, arrays: Arrays, vectors: Sums, *, terms: int, outputs: int = 0, first: int = 0
+) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} _channels"]]:
     """Apply `compute` to blocks of the arrays, in float32.
 
     Args:
@@ -111,24 +129,26 @@ def map_and_sum(
         vectors: what belongs to a channel.
         terms: how many sums `compute` returns terms of; there may be none.
         outputs: how many outputs it returns.
+        first: how many channels are read, where there is no output; 0: all.
 
     Returns:
         the outputs, like the arrays, and the sums of the terms.
     """
-    results, parts = map_and_sum_parts(spec, compute, arrays, vectors, terms=terms, outputs=outputs)
+    results, parts = map_and_sum_parts(spec, compute, arrays, vectors, terms=terms, outputs=outputs, first=first)
     return results, parts.sum(axis=2)
 
 
 def map_and_sum_parts(
-    spec: LayerSpec, compute: Compute, arrays: Arrays, vectors: Sums, *, terms: int, outputs: int = 0
-) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} programs channels"]]:
+    spec: LayerSpec, compute: Compute, arrays: Arrays, vectors: Sums, *, terms: int, outputs: int = 0, first: int = 0
+) -> tuple[list[Float[Array, "*places channels"]], Float[Array, "{terms} {spec.groups} programs _channels"]]:
     """Do what `map_and_sum` does, but return the sums of each program."""
     from jax.experimental import pallas as pl  # takes a second
     from jax.experimental.pallas import triton
 
-    channels = arrays[0].shape[-1]
+    width = arrays[0].shape[-1]
+    channels = first or width
     tuning = WITH_OUTPUTS if outputs else ONLY_SUMS
-    rows, columns = arrays[0].size // channels, min(tuning.channels, channels & -channels)
+    rows, columns = arrays[0].size // width, min(tuning.channels, channels & -channels)
     group_rows, block_rows = rows // spec.groups, BLOCK // columns
     programs = max(1, tuning.programs * columns // (spec.groups * channels))  # per group and block of channels
     blocks = math.ceil(group_rows / programs / block_rows)  # per program
@@ -158,7 +178,7 @@ def map_and_sum_parts(
             refs[-1][number, group, program, column] = term.sum(axis=0)
 
     sums_shape = jax.ShapeDtypeStruct((terms, spec.groups, programs, channels), jnp.float32)
-    output_shape = jax.ShapeDtypeStruct((rows, channels), arrays[0].dtype)
+    output_shape = jax.ShapeDtypeStruct((rows, width), arrays[0].dtype)
     results = pl.pallas_call(
         body,
         out_shape=(*[output_shape] * outputs, *[sums_shape] * (terms > 0)),
@@ -166,6 +186,6 @@ def map_and_sum_parts(
         compiler_params=triton.CompilerParams(num_warps=tuning.warps, num_stages=1),
         interpret=spec.kernels.are_interpreted,
         name="map_and_sum",
-    )(*(array.reshape(rows, channels) for array in arrays), *vectors)
+    )(*(array.reshape(rows, width) for array in arrays), *vectors)
     sums = results[-1] if terms else jnp.zeros(sums_shape.shape, sums_shape.dtype)
     return [result.reshape(arrays[0].shape) for result in results[:outputs]], sums
