@@ -35,10 +35,23 @@ def convolve(
     spec: LayerSpec, y: Float[Array, "images height width inputs"], kernel: Float[Array, "side side inputs outputs"]
 ) -> Float[Array, "images out_height out_width outputs"]:
     """Return a square convolution without bias."""
+    if spec.kernels.are_pallas and kernel.shape[:2] == (1, 1) and spec.stride == 1 and not spec.padding:
+        return multiply_pixels(y, kernel)
     padding = (spec.padding, spec.padding)
     return lax.conv_general_dilated(
         y, kernel, (spec.stride, spec.stride), (padding, padding), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
+
+
+def multiply_pixels(
+    x: Float[Array, "images height width inputs"], kernel: Float[Array, "1 1 inputs outputs"]
+) -> Float[Array, "images height width outputs"]:
+    """Return a 1x1 convolution as a matrix product.
+
+    XLA tries some ten ways to compute a product on a GPU, and up to sixty for a convolution, of which the best is no
+    faster (docs/gpu.md).
+    """
+    return jnp.dot(x.reshape(-1, x.shape[-1]), kernel[0, 0]).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def compute_sums(spec: LayerSpec, z: Images) -> Float[Array, "2 groups channels"]:

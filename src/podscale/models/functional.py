@@ -21,7 +21,7 @@ from podscale.kernels.group_sums import KernelSums
 from podscale.kernels.layer_spec import BATCH_NORM, Kernels
 from podscale.models import folded_resnet, fused_convnext, fused_resnet, fused_vit
 from podscale.models.random_layers import KeySource, RandomLayer, name_random_layers, replace_dropouts
-from podscale.models.resnet import ResNet
+from podscale.models.resnet import Conv, ResNet
 from podscale.parallel.batch_norm import BatchNorm, Groups, Moments, replace_batch_norms
 
 Tree: TypeAlias = PyTree  # nested dicts of arrays
@@ -89,6 +89,8 @@ class FunctionalModel:
             model.set_attributes(BatchNorm, groups=groups)
         if stats and self.kernels and self.kernels.are_pallas:
             model.set_attributes(BatchNorm, sum_kernels=KernelSums(self.kernels))
+        if self.kernels and self.kernels.are_pallas:
+            model.set_attributes(Conv, multiplies=True, raise_if_not_found=False)
         if keys is not None and self.is_random:
             model.set_attributes(RandomLayer, source=KeySource(keys))
         for path, module in nnx.iter_modules(model) if self.freeze else ():
@@ -104,6 +106,8 @@ class FunctionalModel:
         """Return the logits by the running statistics; a ResNet with kernels is folded (`folded_resnet`)."""
         model = self.build_module(params, stats)
         model.eval()
+        if self.kernels and self.kernels.are_pallas and not self.fused_kernels:
+            model.set_attributes(Conv, multiplies=True, raise_if_not_found=False)
         if self.fused_kernels and type(model) is ResNet:
             return folded_resnet.forward(model, images)
         return self.apply(model, images)

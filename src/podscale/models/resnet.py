@@ -21,6 +21,7 @@ from jax import lax
 from podscale import recipe
 from podscale.config.suggestions import suggest_numbers
 from podscale.errors import UserError
+from podscale.kernels.reference import multiply_pixels
 from podscale.models.initializers import init_normal, select_param_dtype
 from podscale.models.max_pool import max_pool
 from podscale.models.remat import apply_layers
@@ -37,16 +38,22 @@ def _convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: tuple[int, 
 
 
 class Conv(nnx.Module):
-    """A square convolution without bias, padded on every side by half its kernel."""
+    """A square convolution without bias, padded on every side by half its kernel.
+
+    Attributes:
+        multiplies: whether a 1x1 convolution of stride 1 is computed as a matrix product.
+    """
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, *, precision: str, rngs: nnx.Rngs):
-        self.stride = stride
+        self.stride, self.multiplies = stride, False
         he_fan_out = math.sqrt(2 / (size * size * outputs))
         self.kernel = init_normal((size, size, inputs, outputs), he_fan_out, precision, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        margin = self.kernel.shape[0] // 2
-        return _convolve(x, self.kernel[...].astype(x.dtype), self.stride, (margin, margin))
+        kernel, margin = self.kernel[...].astype(x.dtype), self.kernel.shape[0] // 2
+        if self.multiplies and margin == 0 and self.stride == 1:
+            return multiply_pixels(x, kernel)
+        return _convolve(x, kernel, self.stride, (margin, margin))
 
 
 class SpaceToDepthConv(Conv):
