@@ -21,6 +21,7 @@ from podscale.runs.folder import Run
 from podscale.training import restore as trained_models
 from podscale.training import step as steps
 from podscale.training.checkpoint.checkpoints import Checkpoints
+from podscale.training.cpu_options import make_cpu_options
 from podscale.training.evaluate import Evaluator
 from podscale.training.setup import prepare
 
@@ -148,7 +149,8 @@ def iterate_predictions(
     """Yield the predictions of `predict`, each as soon as it is known."""
     classes, files = run.classes(), ImageFiles(list_image_files(images), run.recipe, jax.devices()[0])
     trained = trained_models.load_trained(run, which, model)
-    probabilities = steps.make_predictor(trained.net, run.recipe)
+    options = make_cpu_options() if files.device.platform == "cpu" else None
+    probabilities = steps.make_predictor(trained.net, run.recipe, options)
     params, stats = jax.device_put((trained.params, trained.stats), files.device)
     first = 0
     with files.make_batches() as batches:

@@ -27,6 +27,7 @@ from podscale.plan import Plan
 from podscale.pod import ALL_AXES, BATCH_AXES, make_batch_sharding
 from podscale.recipe import Recipe, find_largest_size
 from podscale.training import views
+from podscale.training.cpu_options import make_cpu_options
 from podscale.training.device_input import augment
 from podscale.training.losses import compute_losses
 from podscale.training.update_rule import Scalars, UpdateRule
@@ -187,6 +188,8 @@ def make_compiler_options(plan: Plan) -> CompilerOptions:
     platform = plan.pod.devices[0].platform if plan.pod.devices else ""
     if platform == "gpu":
         return _make_gpu_options(plan)
+    if platform == "cpu":
+        return make_cpu_options()
     if platform == "tpu" and plan.transfer.bucket_bytes:
         return {"xla_jf_crs_combiner_threshold_in_bytes": plan.transfer.bucket_bytes}
     return {}
@@ -379,6 +382,7 @@ def _predict_classes(logits: Logits, labels: Truth) -> Predictions:
     return jnp.stack([classes.astype(jnp.float32), probabilities.max(-1), of_target], axis=1)
 
 
-def make_predictor(net: FunctionalModel, recipe: Recipe) -> Any:
+def make_predictor(net: FunctionalModel, recipe: Recipe, options: CompilerOptions | None = None) -> Any:
     """Return the jitted function: (params, stats, images uint8 [n, h, w, 3]) -> probabilities [n, classes]."""
-    return jax.jit(lambda p, s, images: jax.nn.softmax(views.average_views(net, recipe, p, s, images)))
+    average = partial(views.average_views, net, recipe)
+    return jax.jit(lambda p, s, images: jax.nn.softmax(average(p, s, images)), compiler_options=options or None)
