@@ -47,8 +47,8 @@ def poison_batches(monkeypatch, recipe, *numbers):
         poisoned_batches = {identify_batch(batch.images) for batch in batches}
     compile_train_step = compilation.compile_train_step
 
-    def compile_poisoned(setup, run):
-        call = compile_train_step(setup, run)
+    def compile_poisoned(setup, run, **others):
+        call = compile_train_step(setup, run, **others)
 
         def call_with_nan(state, images, labels, count):
             if identify_batch(images) in poisoned_batches:

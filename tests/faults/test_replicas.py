@@ -73,8 +73,8 @@ def inject_bit_flips(monkeypatch, at, times):
     """Flip a bit of one device's parameters before that step, in the first sessions of a run."""
     compile_train_step, remaining = loop.compile_train_step, [times]
 
-    def compile_damaged(setup, run):
-        call = compile_train_step(setup, run)
+    def compile_damaged(setup, run, **others):
+        call = compile_train_step(setup, run, **others)
 
         def call_with_flipped_bit(state, *batch):
             if int(state.step) == at and remaining[0]:

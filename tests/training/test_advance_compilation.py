@@ -45,11 +45,11 @@ double.defvjp(lambda images: (double(images), None), lambda _, gradient: (2 * gr
 
 
 @jax.custom_vjp
-def strided(images, kernel):
+def convolve_with_stride(images, kernel):
     return convolve(images, kernel, stride=2)
 
 
-strided.defvjp(
+convolve_with_stride.defvjp(
     lambda images, kernel: (convolve(images, kernel, stride=2), (images, kernel)),
     lambda saved, gradient: jax.vjp(lambda x, k: convolve(x, k, 2), *saved)[1](gradient),
 )
@@ -64,7 +64,7 @@ def compute_loss(kernels, images):
         return hidden + convolve(jnp.tanh(hidden), kernel), None
 
     hidden, _ = lax.scan(add_block, hidden, block)
-    return jnp.sum(jax.checkpoint(strided)(hidden, last) ** 2)
+    return jnp.sum(jax.checkpoint(convolve_with_stride)(hidden, last) ** 2)
 
 
 def make_arguments():
@@ -88,9 +88,9 @@ def name_equations(part):
 
 
 def test_each_distinct_convolution_is_found_once_with_its_reversed_kernel_and_the_sum_it_is_a_term_of(traced):
-    found = sorted((names, shape) for names, shape in map(name_equations, list_convolutions(traced.jaxpr.jaxpr)))
+    described = sorted((names, shape) for names, shape in map(name_equations, list_convolutions(traced.jaxpr.jaxpr)))
     convolution = "conv_general_dilated"
-    assert found == sorted(
+    assert described == sorted(
         [
             ([convolution], (2, 8, 8, 6)),  # the first
             ([convolution], (3, 3, 4, 6)),  # its gradient by the kernel
@@ -98,7 +98,7 @@ def test_each_distinct_convolution_is_found_once_with_its_reversed_kernel_and_th
             ([convolution, "add"], (2, 8, 8, 6)),  # the block with its residual
             ([convolution], (3, 3, 6, 6)),
             (["rev", convolution], (2, 8, 8, 6)),
-            ([convolution], (1, 1, 6, 8)),  # the strided one, whose own result the gradient needs
+            ([convolution], (1, 1, 6, 8)),  # the convolve_with_stride one, whose own result the gradient needs
             (["rev", convolution], (2, 8, 8, 6)),
             ([convolution], (2, 4, 4, 8)),
         ]

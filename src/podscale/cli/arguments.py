@@ -7,7 +7,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, TextIO, cast
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TextIO, TypeVar, cast
 
 from podscale import recipe as recipes
 from podscale.cli.imports import import_user_code
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from podscale.pod import Pod
+
+T = TypeVar("T")
 
 
 def read_recipe(arguments: argparse.Namespace) -> Recipe:
@@ -39,8 +43,11 @@ def read_pod(arguments: argparse.Namespace) -> "Pod":
     return join_processes(arguments)()
 
 
-def join_processes(arguments: argparse.Namespace) -> "Callable[[], Pod]":
-    """Join the other processes, if there are any, and return a function that finds the pod (`--pod.*`)."""
+def join_processes(arguments: argparse.Namespace, *, in_thread: bool = False) -> "Callable[[], Pod]":
+    """Join the other processes, if there are any, and return a function that finds the pod (`--pod.*`).
+
+    A process by itself may find it in a thread from now on: a GPU takes a second to start, in which Python can import.
+    """
     from podscale.processes import host
 
     host.require_descriptors()  # before JAX is imported, which needs some itself
@@ -56,12 +63,24 @@ def join_processes(arguments: argparse.Namespace) -> "Callable[[], Pod]":
     abort_message.install(*group.get_rank_and_size())
     clock.mark("join")
 
+    find: Callable[[], Pod] = partial(pod.find_pod, options.shape, options.virtual, options.cores)
+    if in_thread and not is_elastic() and group.get_rank_and_size()[1] == 1:
+        find = start_in_thread(find)
+
     def find_pod() -> "Pod":
-        devices = pod.find_pod(options.shape, options.virtual, options.cores)
+        devices = find()
         clock.mark("devices")
         return devices
 
     return find_pod
+
+
+def start_in_thread(function: Callable[[], T]) -> Callable[[], T]:
+    """Call a function in a thread; return a function that waits for its result, or raises what it has raised."""
+    pool = ThreadPoolExecutor(1, "podscale-start")
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    return future.result
 
 
 def use_program_cache() -> None:

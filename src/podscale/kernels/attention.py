@@ -84,17 +84,15 @@ _attend.defvjp(_save_for_backward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_packed(padding: int, interpret: Interpreter | None, qkv: Array) -> Tokens:
-    return _save_packed_for_backward(padding, interpret, qkv)[0]
+    return _save_packed(padding, interpret, qkv)[0]
 
 
-def _save_packed_for_backward(
-    padding: int, interpret: Interpreter | None, qkv: Array
-) -> tuple[Tokens, tuple[Array, Array]]:
+def _save_packed(padding: int, interpret: Interpreter | None, qkv: Array) -> tuple[Tokens, tuple[Array, Array]]:
     out, lse = run_forward(_describe_packed(padding, interpret, qkv), qkv, qkv, qkv, interpret)
     return out, (qkv, lse)
 
 
-def _packed_backward(
+def _backpropagate_packed(
     padding: int, interpret: Interpreter | None, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array]:
     qkv, lse = residuals
@@ -107,4 +105,4 @@ def _describe_packed(padding: int, interpret: Interpreter | None, qkv: Array) ->
     return replace(_describe(padding, interpret, qkv), heads=qkv.shape[2] // 3, is_packed=True)
 
 
-_attend_packed.defvjp(_save_packed_for_backward, _packed_backward)
+_attend_packed.defvjp(_save_packed, _backpropagate_packed)

@@ -13,7 +13,7 @@ fill boxes of 64 of them, the tail, is loaded a second time, in boxes of 16.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from podscale.kernels.attention_limits import DEPTH, TILE
+from podscale.kernels.matmul import Interpreter
+from podscale.kernels.matmul_memory import Layout, Ref
 
-Ref: TypeAlias = Any  # a reference to arrays or barriers in a GPU's memory, for which JAX has no public type
-Interpreter: TypeAlias = object
 Tokens: TypeAlias = Float[Array, "images tokens heads 64"]
 Index: TypeAlias = Int[Array, ""] | int
 Slice: TypeAlias = slice | pl.Slice
@@ -131,7 +131,7 @@ class Geometry:
 
     # --- in a kernel -----------------------------------------------------------------------------------------------
 
-    def cast_layout(self, x: Float[Array, "..."], layout: Any) -> Float[Array, "..."]:
+    def cast_layout(self, x: Float[Array, "..."], layout: Layout) -> Float[Array, "..."]:
         """Return the same values, distributed over a warpgroup's threads by `layout`."""
         return x if self.interpreted else plgpu.layout_cast(x, layout)
 
@@ -141,7 +141,7 @@ class Geometry:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
-    def load(self, ref: Ref, layout: Any) -> Float[Array, " values"]:
+    def load(self, ref: Ref, layout: Layout) -> Float[Array, " values"]:
         """Load values in a layout."""
         return ref[...] if self.interpreted else plgpu.load(ref, (), layout=layout)
 
@@ -169,12 +169,12 @@ class Geometry:
 
         add(x[:, : self.boxed], y)
         if self.tail:
-            rest = x[:, self.boxed :]
-            missing = self.tail - rest.shape[1]
+            last = x[:, self.boxed :]
+            missing = self.tail - last.shape[1]
             if missing:
                 zeros = self.cast_layout(jnp.zeros((TILE, missing), x.dtype), plgpu.Layout.WGMMA)
-                rest = jnp.concatenate([rest, zeros], axis=1)
-            add(rest, tail)
+                last = jnp.concatenate([last, zeros], axis=1)
+            add(last, tail)
 
     def transpose(self, ref: Ref, copy: Ref) -> Ref:
         """Return rows of a head as columns; the interpreter of jax 0.10 needs a copy of them."""

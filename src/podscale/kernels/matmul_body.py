@@ -101,12 +101,15 @@ def _load_boxes(block: Block) -> None:
                 place = (columns, depth) if blocking.kernel_is_transposed else (depth, columns)
                 load(shared.kernel_ring, count, [operands.kernel], [shared.kernel], *place)
 
-            lax.fori_loop(0, blocking.steps, load_step, None)
-            for j in range(blocking.part // BOX if extra_ring else 0):
+            def load_extra(j: Index, _: None) -> None:
                 assert extra_ring
                 count = (t * blocking.parts + n) * (blocking.part // BOX) + j
                 columns = pl.ds(n * blocking.part + j * BOX, BOX)
                 load(extra_ring, count, operands.extras, shared.extras, rows, columns)
+
+            lax.fori_loop(0, blocking.steps, load_step, None)
+            if extra_ring:
+                lax.fori_loop(0, blocking.part // BOX, load_extra, None)
 
         lax.fori_loop(0, blocking.parts, load_part, None)
 
@@ -119,8 +122,7 @@ def _load_boxes(block: Block) -> None:
 
 def _drain(ring: Ring, count: Index) -> None:
     """Wait for the last boxes: no barrier may be freed before every arrival at it."""
-    for i in range(ring.slots):
-        _call_when(count > i, plgpu.barrier_wait, ring.get_free(count - 1 - i))
+    lax.fori_loop(lax.max(count - ring.slots, 0), count, lambda i, _: plgpu.barrier_wait(ring.get_free(i)), None)
 
 
 # --- the two warpgroups that compute -------------------------------------------------------------------------------
@@ -136,10 +138,7 @@ class Worker:
     def work(self) -> None:
         """Compute all tiles of the block, and store the sums."""
         blocking, outputs, shared = self.block.blocking, self.block.outputs, self.block.shared
-        zero = self.block.cast_layout(jnp.zeros((BOX,), jnp.float32), SUM_LAYOUT.reduce(0))
-        for kind in range(blocking.sums):
-            for j in range(blocking.parts * blocking.part // BOX):
-                shared.sums[self.warpgroup, kind, j] = zero
+        lax.fori_loop(0, blocking.parts * blocking.part // BOX, self.clear_sums, None)
         if shared.vectors:
             plgpu.barrier_wait(shared.vectors_full.at[0])
 
@@ -157,6 +156,12 @@ class Worker:
             place = outputs.sums.at[lax.axis_index("block"), self.warpgroup]
             plgpu.copy_smem_to_gmem(shared.sums.at[self.warpgroup], place)
         plgpu.wait_smem_to_gmem(0)
+
+    def clear_sums(self, column: Index, _: None) -> None:
+        """Set the sums of a box of columns to zero."""
+        zero = self.block.cast_layout(jnp.zeros((BOX,), jnp.float32), SUM_LAYOUT.reduce(0))
+        for kind in range(self.block.blocking.sums):
+            self.block.shared.sums[self.warpgroup, kind, column] = zero
 
     def compute_with_gradient(self, weights: Ref) -> None:
         """Compute all tiles and accumulate the gradient by the kernel, whose location must be known at compile time."""
@@ -212,7 +217,8 @@ class Worker:
         plgpu.barrier_wait(shared.left_ring.get_full(count))
         if not blocking.computes_left:
             return shared.left[0].at[slot, self.half]
-        u = self.load_wide(shared.left[0].at[slot, self.half]) * self.load_vector(0, k) + self.load_vector(1, k)
+        p = self.load_wide(shared.left[0].at[slot, self.half], plgpu.Layout.WGMMA)
+        u = p * self.load_vector(0, k) + self.load_vector(1, k)
         if len(shared.left) > 1:
             u += self.load_wide(shared.left[1].at[slot, self.half]) * self.load_vector(2, k)
         u = jnp.maximum(u, 0) if block.rectify else u
@@ -256,9 +262,8 @@ class Worker:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(box, outputs.v.at[self.select_rows(t), pl.ds(column * BOX, BOX)])
         if blocking.sums:
-            self.add_sums(
-                self.load_wide(box, SUM_LAYOUT), column, [other.at[extra, self.half] for other in shared.others]
-            )
+            others = [other.at[extra, self.half] for other in shared.others]
+            self.add_sums(self.load_wide(box, SUM_LAYOUT), column, others)
         if blocking.kernel_gradient:
             plgpu.wgmma_wait(0)
         if shared.extra_ring:
@@ -266,10 +271,10 @@ class Worker:
 
     def add_sums(self, v: Box, column: Index, others: Sequence[Ref]) -> None:
         """Add a box of the result to the sums: itself, and times itself or each of the others."""
-        terms = [v, *(v * self.load_wide(other, SUM_LAYOUT) for other in others)] if others else [v, v * v]
+        terms = [v, *(v * self.load_wide(other) for other in others)] if others else [v, v * v]
         for number, term in enumerate(terms):
             place = self.block.shared.sums.at[self.warpgroup, number, column]
-            place[...] = self.block.cast_layout(place[...], SUM_LAYOUT.reduce(0)) + term.sum(axis=0)
+            place[...] += term.sum(axis=0)
 
     @property
     def half(self) -> Slice:
@@ -280,9 +285,13 @@ class Worker:
         """Return this warpgroup's rows of a tile, as rows of the whole arrays."""
         return pl.ds(self.block.find_row(t) + self.warpgroup * HALF, HALF)
 
-    def load_wide(self, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> Box:
-        """Load a box as float32."""
-        return self.block.cast_layout(ref[...], layout).astype(jnp.float32)
+    def load_wide(self, ref: Ref, layout: Layout | None = None) -> Box:
+        """Load a box as float32, without a layout in that of the box that it is combined with.
+
+        Mosaic finds that layout by itself, which takes it less time than to check a cast.
+        """
+        box = ref[...] if layout is None else self.block.cast_layout(ref[...], layout)
+        return box.astype(jnp.float32)
 
     def transpose(self, ref: Ref, copies: Ref) -> Ref:
         """Return a transposed view of a box; the interpreter of jax 0.10 needs a transposed copy instead."""

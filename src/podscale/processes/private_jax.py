@@ -34,6 +34,19 @@ def _find_missing(needed: Mapping[str, Sequence[str]]) -> str:
     return ""
 
 
+def get_trace_settings() -> object:
+    """Return all settings of JAX with which this thread traces, to compare with those of another thread.
+
+    >>> get_trace_settings() == get_trace_settings()
+    True
+    """
+    if _find_missing({"jax._src.config": ["trace_context"]}):
+        return object()  # equal to no other thread's
+    from jax._src import config
+
+    return config.trace_context()
+
+
 def listen_on(hostname: str) -> None:
     """Make collectives between CPUs listen on this address, not on the one that the machine's name resolves to."""
     from jax._src.lib import _jax

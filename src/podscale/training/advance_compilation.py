@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from podscale.models.jaxpr import iterate_programs
 from podscale.plan import Plan
@@ -37,6 +37,9 @@ KERNEL_HASH = "kernel_hash"  # by which XLA remembers a kernel
 ELEMENT_TYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32", "i8": "int8", "i1": "bool"}
 
 
+Operation: TypeAlias = Any  # of MLIR, whose types JAX's own declarations leave out
+
+
 class Part(NamedTuple):
     """A part of a program that can be compiled by itself.
 
@@ -45,7 +48,7 @@ class Part(NamedTuple):
         arguments: shapes and types of these arrays.
     """
 
-    compute: Callable[..., Any]
+    compute: Callable[..., object]
     arguments: tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -68,6 +71,11 @@ class AdvanceCompiler:
         self._lock = threading.Lock()
         self.compiled = 0
         self.errors: list[Exception] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it compiles anything."""
+        return self._device is not None
 
     def tune_convolutions(self, traced: jax.stages.Traced) -> None:
         """Start to compile the convolutions of a traced program one after the other in a thread."""
@@ -155,7 +163,7 @@ def _cancel(pool: ThreadPoolExecutor | None) -> None:
 # --- convolutions --------------------------------------------------------------------------------------------------
 
 
-def list_convolutions(jaxpr: Any) -> list[Part]:
+def list_convolutions(jaxpr: Jaxpr) -> list[Part]:
     """Return the distinct convolutions of a traced program and of the functions it calls, whose results are used.
 
     XLA recognizes a gradient by its reversed kernel, and adds what is added to a convolution in the same kernel of
@@ -171,9 +179,9 @@ def list_convolutions(jaxpr: Any) -> list[Part]:
     return list(parts.values())
 
 
-def _iterate_roots(program: Any) -> Iterator[Any]:
+def _iterate_roots(program: Jaxpr) -> Iterator[JaxprEqn]:
     """Yield the convolutions whose result is used, or the sums that they are a term of."""
-    users: dict[Any, list[Any]] = {}
+    users: dict[Var, list[JaxprEqn]] = {}
     for equation in program.eqns:
         for operand in equation.invars:
             if not isinstance(operand, Literal):
@@ -197,10 +205,10 @@ class _Slice:
         producers: the equation behind each array of the program.
     """
 
-    def __init__(self, root: Any, producers: dict[Any, Any]) -> None:
+    def __init__(self, root: JaxprEqn, producers: dict[Var, JaxprEqn]) -> None:
         self._producers, self._root = producers, root
-        self._equations: list[Any] = []
-        self._operands: dict[Any, None] = {}
+        self._equations: list[JaxprEqn] = []
+        self._operands: dict[Var, None] = {}
         self._add(root)
 
     def describe(self) -> object:
@@ -211,14 +219,15 @@ class _Slice:
             (e.primitive.name, str(e.params), tuple(str(v) if isinstance(v, Literal) else numbers[v] for v in e.invars))
             for e in self._equations
         )
-        return tuple((array.aval.shape, array.aval.dtype) for array in self._operands), tuple(equations)
+        return tuple(str(array.aval) for array in self._operands), tuple(equations)
 
     def make_part(self) -> Part:
         """Return the slice as a part."""
-        arguments = tuple(jax.ShapeDtypeStruct(array.aval.shape, array.aval.dtype) for array in self._operands)
+        avals = [array.aval for array in self._operands if isinstance(array.aval, jax.core.ShapedArray)]
+        arguments = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         return Part(partial(_evaluate, tuple(self._equations), tuple(self._operands)), arguments)
 
-    def _add(self, equation: Any) -> None:
+    def _add(self, equation: JaxprEqn) -> None:
         """Add an equation after those that make its operands."""
         wanted = (CONVOLUTION, "rev") if equation is self._root and equation.primitive.name in SUMS else ("rev",)
         for operand in equation.invars:
@@ -232,7 +241,7 @@ class _Slice:
         self._equations.append(equation)
 
 
-def _evaluate(equations: Sequence[Any], operands: Sequence[Any], *arrays: jax.Array) -> jax.Array:
+def _evaluate(equations: Sequence[JaxprEqn], operands: Sequence[Var], *arrays: jax.Array) -> jax.Array:
     """Return the result of the last equation."""
     values = dict(zip(operands, arrays, strict=True))
     for equation in equations:
@@ -247,7 +256,7 @@ def _evaluate(equations: Sequence[Any], operands: Sequence[Any], *arrays: jax.Ar
 def find_kernels(lowered: jax.stages.Lowered) -> dict[bytes, Part]:
     """Return the Mosaic kernels of a lowered program by XLA's key; none where JAX lowers them in a way unknown here."""
     parts: dict[bytes, Part] = {}
-    module: Any = lowered.compiler_ir("stablehlo")
+    module: Operation = lowered.compiler_ir("stablehlo")
     for call in _iterate_operations(module.operation):
         if call.name != "stablehlo.custom_call" or call.attributes["call_target_name"].value != KERNEL_TARGET:
             continue
@@ -260,23 +269,23 @@ def find_kernels(lowered: jax.stages.Lowered) -> dict[bytes, Part]:
     return parts
 
 
-def _make_kernel(call: Any, attributes: dict[str, Any]) -> Part:
+def _make_kernel(call: Operation, attributes: dict[str, Operation]) -> Part:
     """Return a part with the same custom call, whose arrays are in row-major order as those of all Mosaic kernels."""
     arguments, results = ([_describe_array(value.type) for value in values] for values in (call.operands, call.results))
     kernel = jax.ffi.ffi_call(KERNEL_TARGET, results)
     return Part(partial(kernel, **attributes), tuple(arguments))
 
 
-def _describe_array(type_: Any) -> jax.ShapeDtypeStruct:
+def _describe_array(type_: Operation) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(type_.shape), np.dtype(ELEMENT_TYPES[str(type_.element_type)]))
 
 
-def _get_value(attribute: Any) -> Any:
+def _get_value(attribute: Operation) -> Operation:
     """Return the value of an attribute; that of a string as bytes."""
     return attribute.value_bytes if hasattr(attribute, "value_bytes") else attribute.value
 
 
-def _iterate_operations(operation: Any) -> Iterator[Any]:
+def _iterate_operations(operation: Operation) -> Iterator[Operation]:
     """Yield all operations inside of one."""
     for region in operation.regions:
         for block in region.blocks:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +17,15 @@ from jaxtyping import PyTree
 from podscale import pod as pods
 from podscale.parallel import placement
 from podscale.plan import Plan
-from podscale.processes import heartbeat
+from podscale.processes import heartbeat, private_jax
 from podscale.recipe import list_size_ranges
 from podscale.runs.folder import Run
 from podscale.training import step as steps
-from podscale.training.advance_compilation import compile_in_advance
+from podscale.training.advance_compilation import AdvanceCompiler, compile_in_advance
 from podscale.training.program import Program
 from podscale.training.program_cache import share_compilation
 from podscale.training.step import CompilerOptions, Metrics, State
-from podscale.training.update_rule import bind_scalars, place_scalars
+from podscale.training.update_rule import bind_scalars, describe_scalars, place_scalars
 
 
 def make_train_call(program: Program) -> jax.stages.Wrapped:
@@ -59,7 +60,10 @@ class CompiledCall:
 
 
 def compile_train_step(
-    program: Program, run: Run | None = None, options: CompilerOptions | None = None
+    program: Program,
+    run: Run | None = None,
+    options: CompilerOptions | None = None,
+    traced: "TracedCalls | None" = None,
 ) -> CompiledCall:
     """Return the train call, compiled ahead of its first use so that the ledger counts the time as compilation.
 
@@ -67,37 +71,73 @@ def compile_train_step(
         program: what to compile.
         run: where deterministic GPU programs are stored.
         options: compiler options in addition to the plan's.
+        traced: the calls that are traced already.
     """
-    plan, state = program.plan, program.describe_state()
+    plan = program.plan
     residents = plan.input.place_residents(program.data.train.images, program.mesh)
     constants = *residents, place_scalars(plan, program.mesh)
-    ranges = list_size_ranges(plan.recipe, plan.counts.train)
-    batches = {r.size: steps.describe_call_arguments(plan, program.mesh, r.size)[:3] for r in ranges}
-    arguments = {size: (state, *batch, *constants) for size, batch in batches.items()}
-    call = CompiledCall(_compile_sizes(program, arguments, run, options), constants)
+    chosen = choose_compiler_options(plan, options)
+    with nullcontext(traced.advance) if traced else compile_in_advance(plan, chosen) as advance:
+        calls = traced.calls.result() if traced else _trace_calls(program, constants, advance)
+        lowered = {size: call.lower() for size, call in calls.items()}
+        advance.stop_tuning()
+        advance.compile_kernels(lowered.values())
+        call = CompiledCall(_compile_together(lowered, plan, run, options), constants)
+        advance.stop()
     if residents:  # run once on zeros: what a device loads at first use is no part of training
-        images, labels, _ = next(iter(batches.values()))
+        state, images, labels, _ = next(iter(_describe_arguments(program).values()))
         jax.block_until_ready(call(*zeros_like((state, images, labels)), np.int32(1)))
     return call
 
 
-def _compile_sizes(
-    program: Program, arguments: Mapping[int, tuple[PyTree, ...]], run: Run | None, options: CompilerOptions | None
-) -> dict[int, jax.stages.Compiled]:
-    """Return the compiled train calls for all sizes of images, given the arguments of each.
+@dataclass(frozen=True)
+class TracedCalls:
+    """The train calls of a program, which a thread traces.
 
-    On GPUs, convolutions are tuned while Python lowers the calls.
+    Attributes:
+        calls: the call for each size of training images.
+        advance: what compiles parts of them meanwhile.
+    """
+
+    calls: Future[dict[int, jax.stages.Traced]]
+    advance: AdvanceCompiler
+
+
+@contextmanager
+def trace_in_advance(program: Program, *, is_used: bool = True) -> Iterator[TracedCalls | None]:
+    """Trace the train calls in a thread, and tune their convolutions, while the state is initialized.
+
+    Only where convolutions are tuned at all; a program that takes arrays of images is traced with them, later.
     """
     plan = program.plan
-    with compile_in_advance(plan, choose_compiler_options(plan, options)) as advance:
-        traced = {}
-        for size, shapes in arguments.items():
-            traced[size] = make_train_call(program).trace(*shapes)
-            advance.tune_convolutions(traced[size])
-        lowered = {size: call.lower() for size, call in traced.items()}
-        advance.stop_tuning()
-        advance.compile_kernels(lowered.values())
-        return _compile_together(lowered, plan, run, options)
+    with compile_in_advance(plan, choose_compiler_options(plan)) as advance:
+        if not is_used or not advance.is_active or plan.input.is_resident:
+            yield None
+            return
+        constants = (describe_scalars(plan, program.mesh),)
+        with ThreadPoolExecutor(1, "podscale-tracing") as pool:
+            if pool.submit(private_jax.get_trace_settings).result() != private_jax.get_trace_settings():
+                yield None  # the caller has settings for its own thread, such as a precision of matrix products
+            else:
+                yield TracedCalls(pool.submit(_trace_calls, program, constants, advance), advance)
+
+
+def _trace_calls(
+    program: Program, constants: tuple[PyTree, ...], advance: AdvanceCompiler
+) -> dict[int, jax.stages.Traced]:
+    """Return the traced train call for each size of images; on GPUs, convolutions are tuned from then on."""
+    traced = {}
+    for size, arguments in _describe_arguments(program).items():
+        traced[size] = make_train_call(program).trace(*arguments, *constants)
+        advance.tune_convolutions(traced[size])
+    return traced
+
+
+def _describe_arguments(program: Program) -> dict[int, tuple[PyTree, ...]]:
+    """Return the shapes of state, images, labels and count for each size of training images."""
+    plan, state = program.plan, program.describe_state()
+    ranges = list_size_ranges(plan.recipe, plan.counts.train)
+    return {r.size: (state, *steps.describe_call_arguments(plan, program.mesh, r.size)[:3]) for r in ranges}
 
 
 def _compile_together(

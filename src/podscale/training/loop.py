@@ -21,6 +21,7 @@ from podscale.config.stop_condition import StopCondition
 from podscale.errors import PreemptedError, SavedInterruptError, UserError
 from podscale.pod import Pod
 from podscale.processes import group, heartbeat
+from podscale.processes.garbage import pause_collection
 from podscale.recipe import Recipe
 from podscale.runs.bucket import resolve_folder
 from podscale.runs.folder import Run
@@ -170,10 +171,10 @@ def run_training(run: OpenRun, state: State, stop: StopRequest) -> int:
     """
     program, plan, events, checkpoints = run.program, run.program.plan, run.events, run.checkpoints
     calls, eval_steps, save_steps = plan.calls(run.start), set(plan.eval_steps()), plan.save_points()
-    with events.phase("compile"), run.console.status("compiling"):
+    with events.phase("compile"), run.console.status("compiling"), pause_collection():
         evaluate = Evaluator(program, events.run)  # compiled in a thread, while this one compiles the train step
         try:
-            train_step = compile_train_step(program, events.run)
+            train_step = compile_train_step(program, events.run, traced=run.traced)
         finally:
             evaluate.wait_for_compiler()
     with load_train_batches(program, calls, read_skipped_batches(events.run.folder)) as batches, Guard(run) as guard:

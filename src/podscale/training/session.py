@@ -25,6 +25,7 @@ from podscale.models.weights.names import digest_file
 from podscale.pod import Pod
 from podscale.processes import group
 from podscale.processes.elastic.membership import get_membership
+from podscale.processes.garbage import pause_collection
 from podscale.recipe import Recipe
 from podscale.report.counter import show_progress
 from podscale.report.notebook import is_notebook
@@ -40,6 +41,7 @@ from podscale.storage.lock import FolderLock
 from podscale.training.advice import describe_decoding, list_warnings
 from podscale.training.checkpoint.checkpoints import Checkpoints, DamagedCheckpointError
 from podscale.training.checkpoint.store import open_checkpoint_store
+from podscale.training.compilation import TracedCalls, trace_in_advance
 from podscale.training.divergence import (
     check_skipped_batches,
     count_checkpoints_to_keep,
@@ -115,6 +117,7 @@ class OpenRun:
         nonfinite: counts non-finite updates.
         console: where this process prints; muted except in the main process.
         snapshots: the state in host memory, in elastic runs.
+        traced: the train calls that are traced already; None: none are.
     """
 
     program: Program
@@ -125,6 +128,7 @@ class OpenRun:
     nonfinite: NonfiniteCounter
     console: Console
     snapshots: Snapshots
+    traced: TracedCalls | None
     _state: State | None
 
     def take_state(self) -> State:
@@ -143,7 +147,7 @@ def open_session(request: Request) -> Iterator[OpenRun]:
     """
     settings, ledger = request.settings, PhaseTimer(start_clock.begin_session())
     console = request.console if group.is_main_process() else Console(quiet=True)
-    with ledger.measure("start"):
+    with ledger.measure("start"), pause_collection():
         program, weights, is_new = _prepare_program(request, console)
         facts, lock = describe_input(program), open_lock(request.folder)
         start_clock.mark("model")
@@ -155,8 +159,12 @@ def open_session(request: Request) -> Iterator[OpenRun]:
     keep = count_checkpoints_to_keep(program.plan)
     skipped = read_skipped_batches(run.folder)
     about = facts | ({"left_out": describe_skipped_batches(skipped)} if skipped else {})
-    with lock, Checkpoints(run.checkpoints, keep, about=about, check_owner=lock.check) as checkpoints:
-        with ledger.measure("restore"):
+    with (
+        lock,
+        Checkpoints(run.checkpoints, keep, about=about, check_owner=lock.check) as checkpoints,
+        trace_in_advance(program, is_used=is_new) as traced,
+    ):
+        with ledger.measure("restore"), pause_collection():
             if request.snapshots.find_step() >= 0:
                 state, start = request.snapshots.restore(program)
                 console.print(f"resuming after step {start:,}", highlight=False)
@@ -171,7 +179,8 @@ def open_session(request: Request) -> Iterator[OpenRun]:
         events.subscribe(nonfinite)
         events.subscribe(accounts, writes=True)
         subscribe_reporters(events, session, console, settings.callbacks, settings.track)
-        opened = OpenRun(program, start, checkpoints, events, accounts, nonfinite, console, request.snapshots, state)
+        shown = console, request.snapshots
+        opened = OpenRun(program, start, checkpoints, events, accounts, nonfinite, *shown, traced, state)
         del state  # only the loop may hold it
         try:
             yield opened

@@ -1,6 +1,7 @@
 """The commands `train` and `launch`."""
 
 import argparse
+import importlib
 from typing import TYPE_CHECKING
 
 from podscale.cli.arguments import (
@@ -14,6 +15,7 @@ from podscale.cli.arguments import (
 from podscale.cli.result import Result
 from podscale.config.stop_condition import StopCondition
 from podscale.errors import UserError
+from podscale.processes.garbage import pause_collection
 
 if TYPE_CHECKING:
     from podscale.runs.folder import Run
@@ -24,16 +26,23 @@ def run_train(arguments: argparse.Namespace) -> Result:
     recipe = read_recipe(arguments)
     until = StopCondition.parse(arguments.until) if arguments.until else None
     allow_changed = [kind.strip() for kind in arguments.allow_changed.split(",") if kind.strip()]
-    from podscale.report import terminal
-    from podscale.runs.bucket import resolve_folder
-    from podscale.runs.folder import Run
-    from podscale.training import loop
-    from podscale.training.checkpoint.checkpoints import LastCheckpointNotSavedError
-    from podscale.training.program_cache import enable_program_cache
-    from podscale.training.reporters.accounts import SummaryNotSavedError
+    options = read_options(arguments)
+    with pause_collection():
+        from podscale.training.program_cache import enable_program_cache
 
-    problem = enable_program_cache()
-    find_pod, options = join_processes(arguments), read_options(arguments)
+        problem = enable_program_cache()
+        if is_elastic():  # joining freezes what is imported, so that the end of a generation need not look through it
+            importlib.import_module("podscale.training.loop")
+        find_pod = join_processes(arguments, in_thread=True)  # before the other imports, which go on meanwhile
+        from podscale.report import terminal
+        from podscale.runs.bucket import resolve_folder
+        from podscale.runs.folder import Run
+        from podscale.runs.startup import clock
+        from podscale.training import loop
+        from podscale.training.checkpoint.checkpoints import LastCheckpointNotSavedError
+        from podscale.training.reporters.accounts import SummaryNotSavedError
+
+    clock.mark("imports")
     pod = find_pod if is_elastic() else find_pod()  # the pod of an elastic run changes, and nothing may hold an old one
     console = make_log_console(arguments)  # after the processes have joined: only the main process prints
     if problem:
