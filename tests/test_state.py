@@ -25,6 +25,7 @@ GLOBALS = {
 OBJECTS = {"runs.startup": {"clock"}, "runs.bucket": {"_buckets"}, "data.prefetch": {"_open_batches"}}
 # Results of pure functions, kept because they are asked for often.
 CACHED = {"data.order": {"_make_aspect_tables"}, "forecast.chips": {"_load_chips"}}
+CACHED |= {"training.cpu_options": {"_is_known"}}  # a fact about the installed compiler
 CACHED |= {"forecast.compute": {"_load_curve"}, "forecast.network": {"_list_message_spans", "_list_swing_stages"}}
 
 

@@ -13,6 +13,7 @@ fill boxes of 64 of them, the tail, is loaded a second time, in boxes of 16.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -36,7 +37,8 @@ SLOTS = 2  # pairs in shared memory
 WORKERS = 3
 BOXES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 TAILS = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(32))
-REGISTERS = {2: (24, 240), 3: (24, 160)}  # of the loading warpgroup's threads and of a worker's, by number of workers
+# Of the loading warpgroup's threads and of a worker's, by number of workers.
+REGISTERS = MappingProxyType({2: (24, 240), 3: (24, 160)})
 EXPONENT = math.log2(math.e) / math.sqrt(DEPTH)
 
 

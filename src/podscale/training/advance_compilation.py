@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -34,7 +35,9 @@ TUNING_THREADS = 1  # more take turns at the GPU, and may tune the same convolut
 KERNEL_TARGET = "mosaic_gpu_v2"  # the custom call of a Pallas kernel for Mosaic, as jax 0.11 names it
 KERNEL_ATTRIBUTES = "mhlo.backend_config"
 KERNEL_HASH = "kernel_hash"  # by which XLA remembers a kernel
-ELEMENT_TYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32", "i8": "int8", "i1": "bool"}
+ELEMENT_TYPES = MappingProxyType(
+    {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32", "i8": "int8", "i1": "bool"}
+)
 
 
 Operation: TypeAlias = Any  # of MLIR, whose types JAX's own declarations leave out
