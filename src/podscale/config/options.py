@@ -62,7 +62,7 @@ class Options:
         "auto",
         "fuse batch norm, ReLU and convolution of ResNets; auto: those with 1x1 convolutions in "
         "bfloat16, on GPUs that have kernels for it (Hopper), when training is long enough to amortize the "
-        "compilation; attention of Vision Transformers in bfloat16 as one kernel of cuDNN's, on any GPU; "
+        "compilation; attention of Vision Transformers in bfloat16 as one kernel, on any GPU; "
         "their layer norms and GELU, and ConvNeXt's, as kernels, in bfloat16 on Hopper GPUs; there also the sums of "
         "batch norms of ResNets that are not fused, with on those of all networks",
     )
