@@ -10,7 +10,7 @@ import pytest
 from podscale.kernels import attention
 from podscale.kernels.attention_backward import run_backward
 from podscale.kernels.attention_forward import Geometry, run_forward
-from podscale.kernels.attention_limits import can_attend
+from podscale.kernels.attention_limits import FIRST_JAX, can_attend
 from podscale.kernels.layer_spec import CUDNN, TRITON
 from podscale.kernels.matmul import make_interpreter
 
@@ -38,6 +38,7 @@ def assert_close(results, expected):
         assert np.linalg.norm(np.asarray(x, np.float32) - y) < TOLERANCE * np.linalg.norm(y)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("tokens", "padding", "heads"), [(72, 7, 2), (136, 0, 1)])
 def test_result_and_gradients_equal_the_references(tokens, padding, heads):
     arrays = draw(1, tokens, heads)
@@ -45,6 +46,7 @@ def test_result_and_gradients_equal_the_references(tokens, padding, heads):
     assert_close(results, compute_expected(arrays, padding))
 
 
+@pytest.mark.heavy
 def test_queries_keys_and_values_may_be_one_array():
     *operands, gradient = arrays = draw(2, 72, 2)
     attend = partial(attention.attend_packed, padding=7, interpret=make_interpreter())
@@ -53,6 +55,7 @@ def test_queries_keys_and_values_may_be_one_array():
     assert_close([out, *gradients], compute_expected(arrays, padding=7))
 
 
+@pytest.mark.heavy
 def test_padding_has_no_gradient_as_keys_and_values():
     arrays = draw(1, 72, 1)
     *_, dk, dv = differentiate(partial(attention.attend, padding=7, interpret=make_interpreter()), *arrays)
@@ -61,6 +64,7 @@ def test_padding_has_no_gradient_as_keys_and_values():
     assert dk[:, :65].any(axis=-1).all()
 
 
+@pytest.mark.heavy
 def test_a_block_computes_several_pairs_of_image_and_head():
     images, tokens, heads, padding = 3, 72, 2, 7
     *operands, gradient = arrays = draw(images, tokens, heads)
@@ -70,6 +74,7 @@ def test_a_block_computes_several_pairs_of_image_and_head():
     assert_close([out, *gradients], compute_expected(arrays, padding))
 
 
+@pytest.mark.skipif(jax.__version_info__ < FIRST_JAX, reason="this version of JAX has no such kernels")
 def test_kernels_are_used_for_short_sequences_in_bfloat16():
     def uses_kernels(kernels=TRITON, tokens=200, width=384, dtype=jnp.bfloat16, padding=3):
         return can_attend(kernels, jax.ShapeDtypeStruct((8, tokens, width), dtype), 6, padding)
