@@ -41,3 +41,11 @@ def test_an_efficientnet_multiplies():
     conv = style.make_conv(6, 5, 1, nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 4, 3, 6))
     np.testing.assert_allclose(conv(x), nnx.Conv.__call__(conv, x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_strided_or_depthwise_convolution_of_an_efficientnet_is_none():
+    style = efficientnet.Style(efficientnet.select_types("float32"), "same", 1e-3, lite=False)
+    others = [{"stride": 2}, {"depthwise": True}]
+    convs = [style.make_conv(6, 6, 1, nnx.Rngs(0), **changes) for changes in others]
+    assert [type(conv) for conv in convs] == [nnx.Conv, nnx.Conv]
+    assert convs[0](jax.numpy.ones((1, 4, 4, 6))).shape == (1, 2, 2, 6)

@@ -112,7 +112,8 @@ class Style(NamedTuple):
         self, inputs: int, outputs: int, size: int, rngs: nnx.Rngs, stride: int = 1, depthwise: bool = False
     ) -> nnx.Conv:
         """Return a convolution without bias."""
-        return (PointwiseConv if size == 1 else nnx.Conv)(
+        is_pointwise = size == stride == 1 and not depthwise
+        return (PointwiseConv if is_pointwise else nnx.Conv)(
             inputs,
             outputs,
             (size, size),
